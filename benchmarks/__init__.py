@@ -1,0 +1,1 @@
+"""Measurements of speed and memory; each module runs by ``python -m benchmarks.NAME``."""

@@ -1,0 +1,1 @@
+"""Presets as functions; they import gattn.config only."""

@@ -1,0 +1,49 @@
+"""Every variant by name: a dict of ModelConfig fields. One more variant is one more line here.
+
+`gattn train --gate NAME` applies one, `--gate g1_headwise+g2_elementwise` several. Positions: g1 SDPA output, g2 value,
+g3 key, g4 query, g5 after W_O (paper Fig. 1). Numbers after # are the paper's rows (T1 = Table 1 and so on).
+"""
+
+from typing import Any
+
+from gattn.config import Config, ConfigError, GateSpec, override
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "baseline": {},  # T1 row 1
+    "g1_elementwise": {"gates": (GateSpec("g1", "elementwise"),)},  # T1 row 5
+    "g1_headwise": {"gates": (GateSpec("g1", "headwise"),)},  # T1 row 10
+    "g1_elementwise_shared": {"gates": (GateSpec("g1", "elementwise", "shared"),)},  # T1 row 12
+    "g1_headwise_shared": {"gates": (GateSpec("g1", "headwise", "shared"),)},
+    "g2_elementwise": {"gates": (GateSpec("g2", "elementwise"),)},  # T1 row 6
+    "g2_headwise": {"gates": (GateSpec("g2", "headwise"),)},  # T1 row 11
+    "g2_elementwise_shared": {"gates": (GateSpec("g2", "elementwise", "shared"),)},  # T1 row 13
+    "g3_elementwise": {"gates": (GateSpec("g3", "elementwise"),)},  # T1 row 7
+    "g4_elementwise": {"gates": (GateSpec("g4", "elementwise"),)},  # T1 row 8
+    "g5_elementwise": {"gates": (GateSpec("g5", "elementwise"),)},  # T1 row 9
+    "g1_elementwise_silu": {"gates": (GateSpec("g1", activation="silu"),)},  # T1 row 15
+    "g1_additive_silu": {"gates": (GateSpec("g1", op="add", activation="silu"),)},  # T1 row 14
+    "g1_additive_identity": {"gates": (GateSpec("g1", op="add", activation="identity"),)},  # T3 row 7
+    "g1_elementwise_ns": {"gates": (GateSpec("g1", activation="ns_sigmoid"),)},  # T4 row 7
+    "g1_input_independent": {"gates": (GateSpec("g1", source="independent"),)},  # T4 row 6
+    "g1_rmsnorm": {"sdpa_transform": "rmsnorm"},  # T3 row 5
+    "g1_silu": {"sdpa_transform": "silu"},  # T3 row 6
+    "kv8": {"num_kv_heads": 8},  # T1 row 2
+    "q48": {"num_heads": 48},  # T1 row 3
+    "softmax_off_by_one": {"softmax": "off_by_one"},  # rivals: no gate, a softmax that may attend to nothing
+    "sink_logit": {"softmax": "sink_logit"},
+}
+
+
+def apply(config: Config, name: str) -> Config:
+    """The config with the variant `name`, or several joined by +, laid over its model in place of its gates.
+
+    Raises:
+      ConfigError: for a name that is not in VARIANTS, or a combination that the model cannot take.
+    """
+    fields: dict[str, Any] = {"gates": ()}
+    for part in name.split("+"):
+        if part not in VARIANTS:
+            raise ConfigError("gate", part, f"no such variant; known: {', '.join(VARIANTS)}")
+        gates = fields["gates"] + VARIANTS[part].get("gates", ())
+        fields |= VARIANTS[part] | {"gates": gates}
+    return override(config, {f"model.{key}": value for key, value in fields.items()})

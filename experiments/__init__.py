@@ -1,0 +1,1 @@
+"""Experiments: each table and figure of the paper as one command."""

@@ -1,0 +1,393 @@
+"""Tables from result.json: our numbers over seeds with the paper's beside them, pictures, and where it all comes from.
+
+Nothing is scraped from logs and nothing is assumed: what was not measured prints as "missing", what a row does not have
+(the gate score of an ungated model) as "–", and a finding is worded by the numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments import plots
+from experiments.render import Block, Bullets, Grid, Heading, Image, Text, html, markdown, terminal
+from experiments.runner import Run
+from gattn.config import home
+
+Result = dict[str, Any]
+Finding = Callable[["Measured"], str]
+
+MISSING, NOT_APPLICABLE = "missing", "–"
+LEGEND = (
+    "Mean over seeds (lowest–highest). F-Attn: attention to the first token; floor: what uniform attention gives it "
+    "for the same queries. Sink rate: share of heads with F-Attn above 0.3. M-Act: mean over layers of the largest "
+    "activation. Missing: not measured yet; –: the row has no such thing."
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One measure. `value` reads a result.json, None where a row has no such thing; `paper` is the published column."""
+
+    title: str
+    value: Callable[[Result], float | None]
+    format: str = ".3f"
+    paper: str | None = None
+    brief: str = ""
+    """Title on the terminal; without one the column stands in the files only."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant: its runs over seeds, and the paper's row (see `paper_row`) where there is one."""
+
+    label: str
+    runs: tuple[Run, ...]
+    paper: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows that may be compared with each other."""
+
+    name: str
+    """Prefix of its picture files."""
+    heading: str
+    note: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """A report: `home()/runs/<name>/` with report.md, report.html and its pictures."""
+
+    name: str
+    title: str
+    note: str
+    command: str
+    sections: tuple[Section, ...]
+
+
+def paper() -> dict[str, Any]:
+    """The published numbers, with their source."""
+    return json.loads((Path(__file__).parent / "paper_tables.json").read_text())
+
+
+def paper_row(table: str, row: int) -> dict[str, Any]:
+    """Row number `row` of a published table, e.g. `paper_row("table4", 2)["f_attn"]`."""
+    published = paper()[table]
+    return next(dict(zip(published["columns"], line, strict=True)) for line in published["rows"] if line[0] == row)
+
+
+def load_results(runs: Sequence[Run]) -> list[Result | None]:
+    """Each run's result.json, None where it is not finished."""
+    return [run.result() for run in runs]
+
+
+# ---- measures ---------------------------------------------------------------------------------------------------
+
+
+def first_gate_mean(result: Result) -> float | None:
+    """Mean score of the (first) gate, None without gates."""
+    gates = result["probes"]["gates"]
+    return next(iter(gates.values()))["mean"] if gates else None
+
+
+def bayes_excess(result: Result) -> float | None:
+    """Held-out loss above that of the true distribution, where it is known."""
+    bayes = result["eval"]["bayes_loss"]
+    return None if bayes is None else result["eval"]["loss"] - bayes
+
+
+F_ATTN = Column("F-Attn", lambda r: r["probes"]["f_attn"], paper="f_attn", brief="F-Attn")
+FLOOR = Column("floor", lambda r: r["probes"]["f_attn_floor"], brief="floor")
+RATIO = Column("F-Attn / floor", lambda r: r["probes"]["f_attn"] / r["probes"]["f_attn_floor"], ".2f", brief="x floor")
+GATE = Column("gate score", first_gate_mean, paper="gate_score", brief="gate")
+M_ACT = Column("M-Act", lambda r: r["probes"]["m_act"], ".3g", paper="m_act", brief="M-Act")
+SINK_RATE = Column("sink rate", lambda r: r["probes"]["sink_rate"], ".2f", brief="sinks")
+ABSORBED = Column("absorbed", lambda r: r["probes"]["absorbed"], ".2f")
+EXCESS = Column("loss - Bayes", bayes_excess, ".4f", brief="excess")
+INITIAL_LOSS = Column("initial loss", lambda r: r["eval"]["initial_loss"])
+LOSS = Column("held-out loss", lambda r: r["eval"]["loss"])
+FALL = Column("fell by", lambda r: r["eval"]["initial_loss"] - r["eval"]["loss"], brief="fell by")
+PERPLEXITY = Column("perplexity", lambda r: r["eval"]["perplexity"], ".2f", paper="ppl", brief="ppl")
+BITS = Column("bits/byte", lambda r: r["eval"]["bits_per_byte"], ".4f", brief="bits/B")
+
+ATTENTION_COLUMNS = (F_ATTN, FLOOR, RATIO, GATE, M_ACT, SINK_RATE)
+
+
+@dataclass(frozen=True)
+class Stat:
+    """One measure over the seeds of a row."""
+
+    values: tuple[float, ...]
+    applies: bool
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    def text(self, form: str, spread: bool = True) -> str:
+        if not self.applies:
+            return NOT_APPLICABLE
+        if not self.values:
+            return MISSING
+        low, high = f"{min(self.values):{form}}", f"{max(self.values):{form}}"
+        return f"{self.mean:{form}}" + (f" ({low}–{high})" if spread and low != high else "")
+
+
+class Measured:
+    """A section's results: by row label the loaded results, by label and column the statistics."""
+
+    def __init__(self, section: Section):
+        self.section = section
+        self.results = {row.label: load_results(row.runs) for row in section.rows}
+        self.columns = [c for c in section.columns if any(self.stat(row.label, c).applies for row in section.rows)]
+
+    def stat(self, label: str, column: Column) -> Stat:
+        """Over the seeds of a row; a label that is no row of this section counts as not measured."""
+        results = self.results.get(label, [])
+        values, applies = [], True
+        for result in filter(None, results):
+            try:
+                value = column.value(result)
+            except KeyError:
+                continue
+            if value is None:
+                applies = False
+            else:
+                values.append(value)
+        return Stat(tuple(values), applies or bool(values))
+
+    def present(self) -> dict[str, list[Result]]:
+        """Rows that have results, with these only."""
+        kept = {label: [r for r in results if r] for label, results in self.results.items()}
+        return {label: results for label, results in kept.items() if results}
+
+
+# ---- findings: claims that the numbers decide ---------------------------------------------------------------------
+
+
+def ordering(column: Column, *labels: str) -> Finding:
+    """Claims that the means rise in this order of rows."""
+
+    def finding(measured: Measured) -> str:
+        stats = [measured.stat(label, column) for label in labels]
+        claim = f"{column.title}: {' < '.join(labels)}"
+        if not all(stat.values for stat in stats):
+            return f"{claim}: not measured ({_absent(labels, stats)} missing)."
+        holds = all(a.mean < b.mean for a, b in pairwise(stats))
+        means = ", ".join(stat.text(column.format, spread=False) for stat in stats)
+        text = f"{claim}: {_verdict(holds)}; measured {means}"
+        if holds and any(max(a.values) >= min(b.values) for a, b in pairwise(stats)):
+            text += " in the mean, with overlapping ranges of seeds"
+        return text + "."
+
+    return finding
+
+
+def bound(column: Column, labels: Sequence[str], *, above: float | None = None, below: float | None = None) -> Finding:
+    """Claims that the means of these rows lie above or below a number."""
+
+    def finding(measured: Measured) -> str:
+        stats = [measured.stat(label, column) for label in labels]
+        side = f"above {above:g}" if above is not None else f"below {below:g}"
+        claim = f"{column.title} of {', '.join(labels)} {side}"
+        if not all(stat.values for stat in stats):
+            return f"{claim}: not measured ({_absent(labels, stats)} missing)."
+        holds = all(stat.mean > above if above is not None else stat.mean < below for stat in stats)
+        return f"{claim}: {_verdict(holds)}; measured {', '.join(stat.text(column.format) for stat in stats)}."
+
+    return finding
+
+
+def same_order_as_paper(column: Column) -> Finding:
+    """Counts the pairs of rows that this measure orders as the paper does."""
+
+    def finding(measured: Measured) -> str:
+        pairs = []
+        for row in measured.section.rows:
+            published = row.paper.get(column.paper) if row.paper else None
+            stat = measured.stat(row.label, column)
+            if published is not None and stat.values:
+                pairs.append((published, stat.mean))
+        if len(pairs) < 2:
+            return f"{column.title}: too few rows measured to compare their order with the paper's."
+        same = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in combinations(pairs, 2))
+        total = len(pairs) * (len(pairs) - 1) // 2
+        return f"{column.title}: {same} of {total} pairs of rows are ordered as in the paper."
+
+    return finding
+
+
+def change(column: Column, baseline: str, label: str) -> Finding:
+    """States how a measure of one row differs from the baseline's, both over seeds."""
+
+    def finding(measured: Measured) -> str:
+        stats = [measured.stat(name, column) for name in (baseline, label)]
+        if not all(stat.values for stat in stats):
+            return f"{column.title} of {label} against {baseline}: not measured."
+        base, ours = stats
+        word = "equal to" if ours.mean == base.mean else "lower than" if ours.mean < base.mean else "higher than"
+        apart = max(ours.values) < min(base.values) or max(base.values) < min(ours.values)
+        seeds = min(len(base.values), len(ours.values))
+        if seeds == 1:
+            doubt = "; one seed, so the difference may be noise"
+        else:
+            doubt = f"; the ranges of {seeds} seeds {'do not overlap' if apart else 'overlap'}"
+        texts = (ours.text(column.format), base.text(column.format))
+        return f"{column.title} of {label} is {word} {baseline}'s: {texts[0]} against {texts[1]}{doubt}."
+
+    return finding
+
+
+def loss_fall(measured: Measured) -> str:
+    """By how much training lowered the held-out loss, row by row."""
+    falls = [(label, *(measured.stat(label, c) for c in (INITIAL_LOSS, LOSS, FALL))) for label in measured.results]
+    texts = [
+        f"from {start.mean:.3f} to {end.mean:.3f} (by {fall.mean:.3f}) for {label}"
+        for label, start, end, fall in falls
+        if fall.values
+    ]
+    return f"Held-out loss went {'; '.join(texts)}." if texts else "Held-out loss: not measured."
+
+
+def _verdict(holds: bool) -> str:
+    return "holds" if holds else "does not hold"
+
+
+def _absent(labels: Sequence[str], stats: Sequence[Stat]) -> str:
+    return ", ".join(label for label, stat in zip(labels, stats, strict=True) if not stat.values)
+
+
+# ---- the report -------------------------------------------------------------------------------------------------
+
+
+def write(table: Table, console: Console | None = None) -> Path:
+    """Builds the report from the results on disk, writes it, shows the short form; returns its folder."""
+    folder = home() / "runs" / table.name
+    blocks: list[Block] = [Heading(1, table.title), Text(table.note, terminal=True)]
+    styles = plots.styles(row.label for section in table.sections for row in section.rows)
+    for section in table.sections:
+        blocks += _section(section, styles)
+    blocks += [
+        Heading(2, "How to get this"),
+        Text(f"Command: {table.command}", terminal=True),
+        Text(f"Published: {paper()['source']}"),
+    ]
+    files = {block.name: block.png for block in blocks if isinstance(block, Image)}
+    files |= {"report.md": markdown(blocks).encode(), "report.html": html(table.title, blocks).encode()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        part = folder / f".{name}.{os.getpid()}"
+        part.write_bytes(content)
+        os.replace(part, folder / name)
+    for stale in set(folder.glob("*.png")) - {folder / name for name in files}:
+        stale.unlink()
+    console = console or Console()
+    terminal(blocks, console)
+    console.print(f"\nReport: {folder / 'report.html'}, {folder / 'report.md'}", highlight=False, soft_wrap=True)
+    return folder
+
+
+def _section(section: Section, styles: plots.Styles) -> list[Block]:
+    measured = Measured(section)
+    blocks: list[Block] = [Heading(2, section.heading), Text(section.note), _numbers(measured), Text(LEGEND)]
+    if section.findings:
+        blocks.append(Bullets(tuple(finding(measured) for finding in section.findings)))
+    if present := measured.present():
+        published = {row.label: row.paper for row in section.rows if row.paper}
+        blocks += plots.images(section.name, present, published, styles)
+        blocks += [Heading(3, "What was trained"), _models(present), _provenance(present)]
+    return blocks
+
+
+def _numbers(measured: Measured) -> Grid:
+    header, titles = ["variant"], ["variant"]
+    for column in measured.columns:
+        header += [column.title, f"{column.title}, paper"] if column.paper else [column.title]
+        if column.brief:
+            titles += [column.brief, "paper"] if column.paper else [column.brief]
+    long, short = [], []
+    for row in measured.section.rows:
+        cells, brief = [row.label], [row.label]
+        for column in measured.columns:
+            stat = measured.stat(row.label, column)
+            published = (row.paper or {}).get(column.paper)
+            beside = [NOT_APPLICABLE if published is None else f"{published:g}"] if column.paper else []
+            cells += [stat.text(column.format), *beside]
+            if column.brief:
+                brief += [stat.text(column.format, spread=False), *beside]
+        done = f"{sum(r is not None for r in measured.results[row.label])}/{len(row.runs)}"
+        long.append((*cells, done))
+        short.append((*brief, done))
+    return Grid((*header, "seeds"), tuple(long), ((*titles, "seeds"), *short))
+
+
+def _models(present: Mapping[str, list[Result]]) -> Grid:
+    header = ("variant", "parameters", "non-embedding", "gate", "FFN width", "against the ungated model")
+    rows = []
+    for label, results in present.items():
+        model = results[0]["model"]
+        counts = [model.get(key) for key in ("params", "non_embedding_params", "gate_params", "ffn_width")]
+        texts = [MISSING if count is None else f"{count:,}" for count in counts]
+        difference = model.get("param_difference")
+        rows.append((label, *texts, MISSING if difference is None else f"{difference:+,}"))
+    return Grid(header, tuple(rows))
+
+
+def _provenance(present: Mapping[str, list[Result]]) -> Grid:
+    results = [result for row in present.values() for result in row]
+
+    def each(*paths: str) -> str:
+        """The distinct values over all runs: normally one."""
+        lines = {", ".join(_spell(_at(result, path)) for path in paths) for result in results}
+        return "; ".join(sorted(lines))
+
+    configs = [_flat(result["config"]) for result in results]
+    differing = sorted(key for key in configs[0] if len({json.dumps(c.get(key)) for c in configs}) > 1)
+    matching = {config.get("model.match_params") for config in configs}
+    matched = "the FFN pays for the gates" if matching == {True} else "gates add their parameters"
+    seconds = [spent for result in results if (spent := _at(result, "time.train_s")) is not None]
+    time = f"{sum(seconds):,.0f} s in all, {min(seconds):.0f}–{max(seconds):.0f} s a run" if seconds else MISSING
+    return Grid(
+        ("what", "value"),
+        (
+            ("rows differ in", ", ".join(differing) or "nothing: one run"),
+            ("held equal", f"every other field of the config; {matched}"),
+            ("data and fingerprint", each("data.source", "data.fingerprint")),
+            ("vocabulary", each("data.vocab_size")),
+            ("tokens: training, evaluation", each("data.tokens", "eval.tokens")),
+            ("machine", each("environment.platform", "environment.device_kind", "environment.cpu")),
+            ("jax, python", each("environment.jax", "environment.python")),
+            ("attention, dtype", each("environment.attention", "environment.dtype")),
+            ("training time", f"{len(results)} runs, one process each: {time}"),
+        ),
+    )
+
+
+def _at(result: Result, path: str) -> Any:
+    for key in path.split("."):
+        result = result.get(key) if isinstance(result, dict) else None
+    return result
+
+
+def _spell(value: Any) -> str:
+    return MISSING if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out

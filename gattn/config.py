@@ -1,0 +1,437 @@
+"""Every configuration of gattn as a frozen dataclass: validation, dotted overrides, JSON, fingerprint.
+
+No jax here, so that presets, sweeps and reports can be read anywhere. A `Config` fixes a run completely; two configs
+with the same `fingerprint()` train the same parameters. Anything wrong raises `ConfigError` with the dotted field, its
+value and the remedy, before an array exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+C = TypeVar("C", bound="DataclassInstance")
+SCHEMA = 1  # part of every fingerprint; raise it when a change of code changes what an unchanged config computes
+
+Position = Literal["g1", "g2", "g3", "g4", "g5"]
+Activation = Literal["sigmoid", "silu", "ns_sigmoid", "identity", "two_sigmoid"]
+
+
+class ConfigError(ValueError):
+    """A config that cannot work. `field` is dotted from where the check ran, the message says value and remedy."""
+
+    def __init__(self, field: str, value: Any, remedy: str):
+        super().__init__(f"{field} = {value!r}: {remedy}")
+        self.field, self.value, self.remedy = field, value, remedy
+
+
+@dataclass(frozen=True)
+class GateSpec:
+    """One gate Y' = Y * act(score) or Y + act(score), score = X W (paper eq. 5), X the block's normalised input."""
+
+    position: Position = "g1"
+    """Where: g1 SDPA output, g2 value, g3 key, g4 query (each after its projection), g5 after W_O."""
+    granularity: Literal["elementwise", "headwise"] = "elementwise"
+    """One score per channel, or one per head."""
+    sharing: Literal["specific", "shared"] = "specific"
+    """shared: activated scores are averaged over the heads (same parameters, one score for all heads)."""
+    op: Literal["multiply", "add"] = "multiply"
+    """How the activated score meets what it gates."""
+    activation: Activation = "sigmoid"
+    """ns_sigmoid = 0.5 + 0.5 sigmoid (not sparse), two_sigmoid = 2 sigmoid (the identity at score 0)."""
+    source: Literal["input", "independent"] = "input"
+    """independent: the score is a zero-initialised parameter instead of a function of the token."""
+    bias: bool = False
+    """Adds a learned bias to the score."""
+    bias_init: float = 0.0
+    """Initial value of that bias."""
+    init_scale: float = 1.0
+    """Standard deviation of the gate's weight, in units of model.init_std (0: zero-initialised)."""
+
+    def __post_init__(self):
+        _check_types(self)
+        if self.position == "g5" and self.granularity == "headwise":
+            raise ConfigError("granularity", self.granularity, "g5 gates the D channels after W_O: use elementwise")
+        if self.position == "g5" and self.sharing == "shared":
+            raise ConfigError("sharing", self.sharing, "g5 has no head axis to share over: use specific")
+        if self.source == "independent" and self.bias:
+            raise ConfigError("bias", self.bias, "an input-independent gate is a bias already: set bias to False")
+        if self.bias_init and not self.bias:
+            raise ConfigError("bias_init", self.bias_init, "has no effect without a bias: set bias to True")
+        _at_least(self, 0.0, "init_scale")
+
+    def score_shape(self, model: ModelConfig) -> tuple[int, ...]:
+        """Shape of one token's scores before sharing: (heads, head_dim), (heads, 1), or (D,) at g5."""
+        if self.position == "g5":
+            return (model.d_model,)
+        heads = model.num_kv_heads if self.position in ("g2", "g3") else model.num_heads
+        return (heads, model.head_dim if self.granularity == "elementwise" else 1)
+
+    def num_params(self, model: ModelConfig) -> int:
+        """Parameters this gate adds to one layer."""
+        scores = math.prod(self.score_shape(model))
+        if self.source == "independent":
+            return scores
+        return scores * (model.d_model + self.bias)
+
+    @property
+    def label(self) -> str:
+        """A short name that tells this spec from the others, e.g. g1_elementwise, g1_elementwise_shared_add_silu."""
+        parts: list[str] = [self.position, self.granularity]
+        defaults = GateSpec()
+        parts += [getattr(self, f) for f in ("sharing", "op", "activation", "source") if _differs(self, defaults, f)]
+        if self.bias:
+            parts.append(f"bias{self.bias_init:g}")
+        if self.init_scale != 1.0:
+            parts.append(f"init{self.init_scale:g}")
+        return "_".join(parts)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder. Letters: D d_model, N num_heads, K num_kv_heads, H head_dim, F ffn, L num_layers, V vocab_size."""
+
+    vocab_size: int = 4096
+    num_layers: int = 4
+    d_model: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    ffn_dim: int = 512
+    """SwiGLU width of the ungated model; `ffn_width` is what is built."""
+    gates: tuple[GateSpec, ...] = ()
+    """The gates, at most one per position; `--gate NAME` of the command line sets them by name."""
+    sdpa_transform: Literal["none", "rmsnorm", "silu"] = "none"
+    """Parameter-free change of the SDPA output, per head (paper Table 3, rows 5 and 6)."""
+    softmax: Literal["standard", "off_by_one", "sink_logit"] = "standard"
+    """off_by_one adds exp(0) to every softmax denominator, sink_logit a learned exp(s) per head."""
+    position: Literal["rope", "learned"] = "rope"
+    """Position encoding: rotary, or a learned table added to the embeddings."""
+    rope_theta: float = 10_000.0
+    max_seq_len: int = 4096
+    """Rows of the learned position table (unused with rope)."""
+    qk_norm: bool = True
+    """RMSNorm of queries and keys per head, before RoPE."""
+    tied_embeddings: bool = True
+    sandwich_norm: bool = False
+    """A second RMSNorm on each sublayer's output, before it joins the residual stream."""
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    """Standard deviation of every matrix and embedding."""
+    ffn_multiple: int = 8
+    """The FFN is narrowed in steps of this (128 at the paper's shapes)."""
+    match_params: bool = True
+    """Narrow the FFN of a gated model so that its parameter count stays that of the ungated one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; parameters, softmax and loss are float32."""
+    remat: Literal["none", "dots", "full"] = "none"
+    """What backward recomputes: nothing, everything but matrix products, or the whole block."""
+    scan_layers: bool = True
+    """Scan over stacked layers (compile time independent of depth) instead of unrolling them."""
+    attention: Literal["auto", "reference", "chunked"] = "auto"
+    """Implementation of attention; auto takes the best for the device and shape, and the run records which."""
+
+    def __post_init__(self):
+        _check_types(self)
+        positive = ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
+        _at_least(self, 1, *positive, "max_seq_len", "ffn_multiple")
+        _above(self, 0.0, "rope_theta", "norm_eps")
+        _at_least(self, 0.0, "init_std")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                "num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads} (grouped-query attention)"
+            )
+        if self.position == "rope" and self.head_dim % 2:
+            raise ConfigError("head_dim", self.head_dim, "RoPE rotates pairs of channels: make it even")
+        positions = [gate.position for gate in self.gates]
+        if twice := {p for p in positions if positions.count(p) > 1}:
+            raise ConfigError("gates", positions, f"position {min(twice)} is gated twice: keep one gate per position")
+        if self.ffn_width < 1:
+            raise ConfigError(
+                "ffn_dim",
+                self.ffn_dim,
+                f"the gates add more parameters ({self.gate_params:,} a layer) than the FFN can give up: "
+                "widen it or set match_params to False",
+            )
+
+    @property
+    def gate_params(self) -> int:
+        """Parameters that the gates add to one layer."""
+        return sum(gate.num_params(self) for gate in self.gates)
+
+    @property
+    def ffn_width(self) -> int:
+        """F as built: `ffn_dim`, narrowed to the nearest `ffn_multiple` that pays for the gates when `match_params`."""
+        if not self.match_params:
+            return self.ffn_dim
+        steps = round(self.gate_params / (3 * self.d_model * self.ffn_multiple))
+        return self.ffn_dim - steps * self.ffn_multiple
+
+    @property
+    def label(self) -> str:
+        """What sets this model's attention apart: the gates' labels and the parameter-free changes."""
+        parts = [gate.label for gate in self.gates]
+        parts += [f"sdpa_{self.sdpa_transform}"] if self.sdpa_transform != "none" else []
+        parts += [self.softmax] if self.softmax != "standard" else []
+        return "+".join(parts) or "baseline"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where token sequences come from and how they are batched."""
+
+    source: str = "corpus"
+    """`corpus` (Python's standard library, embedded) or `package.module:function`, which takes the Config."""
+    tokenizer: Literal["bpe", "bytes"] = "bpe"
+    """bpe is trained once on the corpus to model.vocab_size entries; bytes uses 257 of them."""
+    seq_len: int = 256
+    """T: input positions per sequence, BOS included."""
+    batch_size: int = 16
+    """B: sequences per optimiser step."""
+    attend_across_documents: bool = False
+    """Let attention cross the document borders inside a window."""
+    eval_sequences: int = 128
+    """Held-out sequences per evaluation."""
+
+    def __post_init__(self):
+        _check_types(self)
+        _at_least(self, 1, "seq_len", "batch_size", "eval_sequences")
+        if self.source != "corpus" and not _is_import_path(self.source):
+            raise ConfigError("source", self.source, "use 'corpus' or an import path 'package.module:function'")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    learning_rate: float = 3e-3
+    """Peak, reached after warmup_steps."""
+    final_learning_rate: float = 3e-4
+    """Reached by the cosine at the last step."""
+    warmup_steps: int = 50
+    weight_decay: float = 0.1
+    """On everything with two or more axes per layer; never on norms, biases and sink logits."""
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+
+    def __post_init__(self):
+        _check_types(self)
+        _above(self, 0.0, "learning_rate", "eps", "clip_norm")
+        _at_least(self, 0.0, "final_learning_rate", "weight_decay", "warmup_steps", "b1", "b2")
+        for name in ("b1", "b2"):
+            if getattr(self, name) >= 1:
+                raise ConfigError(name, getattr(self, name), "a decay rate lies in [0, 1)")
+        if self.final_learning_rate > self.learning_rate:
+            raise ConfigError("final_learning_rate", self.final_learning_rate, "must not exceed learning_rate")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop."""
+
+    steps: int = 1000
+    seed: int = 0
+    """Seeds parameters and data order."""
+    loss_chunk: int = 2048
+    """Positions whose logits exist at the same time."""
+    log_every: int = field(default=10, metadata={"cosmetic": True})
+    """Steps between lines of metrics.jsonl."""
+    eval_every: int = field(default=250, metadata={"cosmetic": True})
+    """Steps between evaluations on held-out data (also before the first step and after the last)."""
+    checkpoint_every: int = field(default=250, metadata={"cosmetic": True})
+    """Steps between checkpoints (also after the last)."""
+
+    def __post_init__(self):
+        _check_types(self)
+        _at_least(self, 1, "steps", "loss_chunk", "log_every", "eval_every", "checkpoint_every")
+        _at_least(self, 0, "seed")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self):
+        _check_types(self)
+        if self.optim.warmup_steps >= self.train.steps:
+            raise ConfigError(
+                "optim.warmup_steps", self.optim.warmup_steps, f"must be below train.steps = {self.train.steps}"
+            )
+        if self.model.position == "learned" and self.data.seq_len > self.model.max_seq_len:
+            raise ConfigError(
+                "model.max_seq_len", self.model.max_seq_len, f"learned positions must cover seq_len {self.data.seq_len}"
+            )
+        if self.data.source == "corpus" and self.model.vocab_size < 257:
+            raise ConfigError("model.vocab_size", self.model.vocab_size, "256 bytes and BOS need at least 257")
+
+    def fingerprint(self) -> str:
+        """16 hex digits of everything that changes the trained parameters or the final measures."""
+        kept: dict[str, Any] = {"schema": SCHEMA}
+        for part in dataclasses.fields(self):
+            section = getattr(self, part.name)
+            cosmetic = {f.name for f in dataclasses.fields(section) if f.metadata.get("cosmetic")}
+            kept[part.name] = {k: v for k, v in dataclasses.asdict(section).items() if k not in cosmetic}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def run_name(self) -> str:
+        """Folder name of the run: source, variant, seed and fingerprint; the same for every table that needs it."""
+        source = self.data.source.rpartition(":")[2]
+        return f"{source}-{self.model.label}-s{self.train.seed}-{self.fingerprint()[:10]}"[-120:]
+
+
+def home() -> Path:
+    """Where runs and caches live: $GATTN_HOME, or the working directory."""
+    return Path(os.environ.get("GATTN_HOME") or ".").expanduser()
+
+
+# ---- dicts and JSON ---------------------------------------------------------------------------------------------
+
+
+def to_json(config: Any) -> str:
+    """The config as indented JSON; `from_dict(type(config), json.loads(...))` gives it back."""
+    return json.dumps(dataclasses.asdict(config), indent=1)
+
+
+def from_dict(cls: type[C], values: Mapping[str, Any], where: str = "") -> C:
+    """Builds a config dataclass from plain values; an unknown key, type or value raises ConfigError naming it."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(where or cls.__name__, values, f"expected an object with the fields of {cls.__name__}")
+    hints = typing.get_type_hints(cls)
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{where}.{key}" if where else key
+        if key not in hints:
+            raise _unknown(path, value, key, hints)
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            value = from_dict(hint, value, path)
+        elif typing.get_origin(hint) is tuple:
+            item = typing.get_args(hint)[0]
+            if not isinstance(value, (list, tuple)):
+                raise ConfigError(path, value, "expected a list")
+            value = tuple(v if isinstance(v, item) else from_dict(item, v, f"{path}.{i}") for i, v in enumerate(value))
+        out[key] = value
+    with _located(where):
+        return cls(**out)
+
+
+def override(config: C, changes: Mapping[str, Any]) -> C:
+    """A copy with dotted fields replaced, e.g. `override(config, {"model.num_layers": 8})`; all at once, then checked.
+
+    Raises:
+      ConfigError: for an unknown key (naming the nearest known one) or a value that does not fit.
+    """
+    values = dataclasses.asdict(config)
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        node = values
+        for name in parents:
+            node = node.get(name) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or last not in node:
+            raise _unknown(path, value, path, _dotted(dataclasses.asdict(config)))
+        is_tuple = isinstance(value, tuple)
+        node[last] = [dict(vars(v)) if isinstance(v, GateSpec) else v for v in value] if is_tuple else value
+    return from_dict(type(config), values)
+
+
+# ---- checks -----------------------------------------------------------------------------------------------------
+
+
+class _located:
+    """Prefixes the field of a ConfigError raised inside with the place in the config tree."""
+
+    def __init__(self, where: str):
+        self.where = where
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if self.where and isinstance(error, ConfigError):
+            raise ConfigError(f"{self.where}.{error.field}", error.value, error.remedy) from None
+
+
+def _check_types(config: Any) -> None:
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if not _fits(value, hint):
+            raise ConfigError(name, value, f"expected {_spell(hint)}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return value in typing.get_args(hint) and isinstance(value, str)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _spell(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    if isinstance(hint, types.GenericAlias):
+        return f"a list of {typing.get_args(hint)[0].__name__}"
+    return {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}.get(
+        hint, hint.__name__
+    )
+
+
+def _at_least(config: Any, low: float, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < low:
+            raise ConfigError(name, getattr(config, name), f"must be at least {low:g}")
+
+
+def _above(config: Any, low: float, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) <= low:
+            raise ConfigError(name, getattr(config, name), f"must be above {low:g}")
+
+
+def _differs(config: Any, other: Any, name: str) -> bool:
+    return getattr(config, name) != getattr(other, name)
+
+
+def _is_import_path(text: str) -> bool:
+    module, colon, name = text.partition(":")
+    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    out = []
+    for key, value in values.items():
+        out += _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
+    return out
+
+
+def _unknown(path: str, value: Any, key: str, known) -> ConfigError:
+    close = difflib.get_close_matches(key, list(known), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+    return ConfigError(path, value, f"no such field; {hint}")

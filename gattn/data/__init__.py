@@ -1,0 +1,1 @@
+"""Text to batches: the embedded corpus, tokenizers, and a loader addressed by step."""

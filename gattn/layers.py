@@ -1,0 +1,188 @@
+"""Layers of the decoder: norm, embedding, SwiGLU, and attention with gates at any of the five positions.
+
+B batch, T query length, S key length, D model, N query heads, K kv heads, H head_dim, F ffn, V vocabulary. Modules hold
+float32 parameters and nothing else; every call is a pure function of them. Compute happens in `ModelConfig.dtype`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from gattn import gates, probes
+from gattn.config import GateSpec, ModelConfig
+from gattn.gates import Gate, normal, project
+from gattn.kernels.api import attention_maps, gated_dot_product_attention
+from gattn.rope import apply_rope
+
+MAP_LENGTH = 48  # tokens of the attention maps that probes return
+
+
+class Context(NamedTuple):
+    """What all layers share in one forward pass."""
+
+    segment_ids: Int[Array, "B T"] | None
+    starts: Int[Array, "B T"] | None
+    """First position of each position's segment; None unless probing."""
+    rope: tuple[np.ndarray, np.ndarray] | None
+
+
+def rms_norm(x: Float[Array, "*b C"], gain: Float[Array, "C"] | None, eps: float) -> Float[Array, "*b C"]:
+    """x / sqrt(mean(x^2) + eps) * gain over the last axis, in float32; returns x's dtype."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (normed if gain is None else normed * gain).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm with a gain that starts at one."""
+
+    def __init__(self, size: int, eps: float):
+        self.eps = eps
+        self.gain = nnx.Param(jnp.ones((size,), jnp.float32))
+
+    def __call__(self, x: Float[Array, "*b C"]) -> Float[Array, "*b C"]:
+        return rms_norm(x, self.gain[...], self.eps)
+
+
+class Linear(nnx.Module):
+    """A matrix without bias over the last axis; `features` may have several axes (heads, head_dim)."""
+
+    def __init__(self, inputs: int, features: tuple[int, ...], model: ModelConfig, rngs: nnx.Rngs):
+        self.kernel = normal(rngs, (inputs, *features), model.init_std)
+
+    def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T *features"]:
+        return project(x, {"": self.kernel[...]})[""]
+
+
+class MLP(nnx.Module):
+    """SwiGLU: (silu(x W_gate) * x W_up) W_down, of width `ModelConfig.ffn_width`."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        self.gate = Linear(model.d_model, (model.ffn_width,), model, rngs)
+        self.up = Linear(model.d_model, (model.ffn_width,), model, rngs)
+        self.down = Linear(model.ffn_width, (model.d_model,), model, rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention with gates.
+
+    Order (paper Fig. 1): projections, g4 / g3 / g2 on query / key / value, QK-norm, RoPE, softmax attention, its
+    parameter-free transform, g1, W_O, g5. All scores are computed from the block's normalised input x.
+    """
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        self.model = model
+        self.query = Linear(model.d_model, (model.num_heads, model.head_dim), model, rngs)
+        self.key = Linear(model.d_model, (model.num_kv_heads, model.head_dim), model, rngs)
+        self.value = Linear(model.d_model, (model.num_kv_heads, model.head_dim), model, rngs)
+        self.out = Linear(model.num_heads * model.head_dim, (model.d_model,), model, rngs)
+        if model.qk_norm:
+            self.query_norm = RMSNorm(model.head_dim, model.norm_eps)
+            self.key_norm = RMSNorm(model.head_dim, model.norm_eps)
+        if model.softmax == "sink_logit":
+            self.sink = nnx.Param(jnp.zeros((model.num_heads,), jnp.float32))
+        self.gates = nnx.Dict({spec.position: Gate(spec, model, rngs) for spec in model.gates})
+
+    def __call__(self, x: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], probes.Sums]:
+        """The sublayer's output, and with `context.starts` its probes' sums (else an empty dict)."""
+        model = self.model
+        query, key, value, scores = self.projections(x)
+        query = self._gated("g4", query, scores)
+        key = self._gated("g3", key, scores)
+        value = self._gated("g2", value, scores)
+        if model.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if context.rope is not None:
+            query, key = apply_rope(query, *context.rope), apply_rope(key, *context.rope)
+
+        spec = self._spec("g1")
+        fused = spec is not None and gates.fuses(spec) and model.sdpa_transform == "none"
+        attended, lse = gated_dot_product_attention(
+            query,
+            key,
+            value,
+            gate=scores["g1"] if fused else None,
+            gate_activation=spec.activation if spec and fused else "sigmoid",
+            is_causal=True,
+            segment_ids=context.segment_ids,
+            sinks=self.sinks(),
+            implementation=None if model.attention == "auto" else model.attention,
+            return_residual=True,
+        )
+        if model.sdpa_transform == "rmsnorm":
+            attended = rms_norm(attended, None, model.norm_eps)
+        elif model.sdpa_transform == "silu":
+            attended = jax.nn.silu(attended)
+        if not fused:
+            attended = self._gated("g1", attended, scores)
+        out = self._gated("g5", self.out(attended.reshape(*x.shape[:2], -1)), scores)
+
+        aux: probes.Sums = {}
+        if context.starts is not None:
+            aux = self._probe(query, key, value, lse, scores, context.starts, context.segment_ids)
+        return out, aux
+
+    def projections(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array, dict[str, Array]]:
+        """Query, key and value before gates and norms, and each gate's scores by position."""
+        kernels = {name: getattr(self, name).kernel[...] for name in ("query", "key", "value")}
+        kernels |= {p: gate.kernel[...] for p, gate in self.gates.items() if gate.spec.source == "input"}
+        products = project(x, kernels)
+        scores = {position: gate.scores(x, products.get(position)) for position, gate in self.gates.items()}
+        return products["query"], products["key"], products["value"], scores
+
+    def sinks(self) -> Float[Array, "N"] | None:
+        """Logits that only the softmax denominator sees: zeros for off-by-one, learned, or none."""
+        if self.model.softmax == "standard":
+            return None
+        return self.sink[...] if self.model.softmax == "sink_logit" else jnp.zeros(self.model.num_heads, jnp.float32)
+
+    def _spec(self, position: str) -> GateSpec | None:
+        return next((spec for spec in self.model.gates if spec.position == position), None)
+
+    def _gated(self, position: str, y: Array, scores: dict[str, Array]) -> Array:
+        spec = self._spec(position)
+        return y if spec is None else gates.apply(spec, y, scores[position])
+
+    def _probe(self, query, key, value, lse, scores, starts: Array, segment_ids: Array | None) -> probes.Sums:
+        scale = self.model.head_dim**-0.5
+        aux = probes.attention_sums(query, key, value, lse, self.sinks(), starts, scale)
+        aux["gates"] = {}
+        for spec in self.model.gates:
+            values = gates.activate(spec, scores[spec.position])
+            values = values[:, :, None] if spec.position == "g5" else values
+            aux["gates"][spec.position] = probes.gate_sums(values, spec.activation)
+        one = slice(1), slice(MAP_LENGTH)  # causal, so the map of a sequence's beginning needs its beginning only
+        segment_ids = None if segment_ids is None else segment_ids[one]
+        maps = attention_maps(query[one], key[one], is_causal=True, segment_ids=segment_ids, sinks=self.sinks())
+        aux["map"] = maps[0].mean(axis=0)
+        return aux
+
+
+class Block(nnx.Module):
+    """One pre-norm layer: h + attention(norm(h)), then h + MLP(norm(h)); sandwich norm normalises what is added too."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        self.model = model
+        self.attention_norm = RMSNorm(model.d_model, model.norm_eps)
+        self.attention = Attention(model, rngs)
+        self.mlp_norm = RMSNorm(model.d_model, model.norm_eps)
+        self.mlp = MLP(model, rngs)
+        if model.sandwich_norm:
+            self.attention_out_norm = RMSNorm(model.d_model, model.norm_eps)
+            self.mlp_out_norm = RMSNorm(model.d_model, model.norm_eps)
+
+    def __call__(self, hidden: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], probes.Sums]:
+        attended, aux = self.attention(self.attention_norm(hidden), context)
+        hidden = hidden + (self.attention_out_norm(attended) if self.model.sandwich_norm else attended)
+        transformed = self.mlp(self.mlp_norm(hidden))
+        hidden = hidden + (self.mlp_out_norm(transformed) if self.model.sandwich_norm else transformed)
+        if context.starts is not None:
+            aux |= probes.hidden_sums(hidden)
+        return hidden, aux

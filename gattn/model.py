@@ -1,0 +1,134 @@
+"""The decoder: embedding, blocks scanned over depth, final norm, output matrix; and its parameter and FLOP counts."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from gattn import probes
+from gattn.config import ModelConfig, override
+from gattn.gates import normal
+from gattn.layers import Block, Context, RMSNorm
+from gattn.rope import rope_table
+
+REMAT = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Decoder(nnx.Module):
+    """A decoder-only transformer. `blocks` holds every layer's parameters with a leading axis of length L."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        self.model = model
+        self.embedding = normal(rngs, (model.vocab_size, model.d_model), model.init_std)
+        if model.position == "learned":
+            self.positions = normal(rngs, (model.max_seq_len, model.d_model), model.init_std)
+        stack = nnx.split_rngs(splits=model.num_layers)(nnx.vmap(lambda rngs: Block(model, rngs)))
+        self.blocks = stack(rngs)
+        self.final_norm = RMSNorm(model.d_model, model.norm_eps)
+        if not model.tied_embeddings:
+            self.output = normal(rngs, (model.d_model, model.vocab_size), model.init_std)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        *,
+        probe: bool = False,
+    ) -> tuple[Float[Array, "B T D"], probes.Sums]:
+        """Final hidden states (normalised, before the output matrix) and, with `probe`, the sums of every probe.
+
+        The probes' `layers` also hold `map` [L, M, M]: attention of the batch's first M tokens, mean over heads.
+        """
+        model = self.model
+        hidden = self.embedding[...].astype(model.dtype)[tokens]
+        length = tokens.shape[1]
+        if model.position == "learned":
+            hidden = hidden + self.positions[:length].astype(model.dtype)
+        rope = rope_table(length, model.head_dim, model.rope_theta) if model.position == "rope" else None
+        if not probe:
+            hidden, _ = self._run_blocks(hidden, Context(segment_ids, None, rope))
+            return self.final_norm(hidden), {}
+        starts = probes.segment_starts(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
+        hidden, layers = self._run_blocks(hidden, Context(segment_ids, starts, rope))
+        return self.final_norm(hidden), {**probes.query_floor(starts), "layers": layers}
+
+    def output_matrix(self) -> Float[Array, "D V"]:
+        """The matrix from final hidden states to logits."""
+        return self.embedding[...].T if self.model.tied_embeddings else self.output[...]
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Float32 logits of all positions at once: for short inputs; training goes through `gattn.loss`."""
+        matrix = self.output_matrix().astype(hidden.dtype)
+        return jnp.matmul(hidden, matrix, preferred_element_type=jnp.float32)
+
+    def _run_blocks(self, hidden: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], Any]:
+        graph, stacked = nnx.split(self.blocks)
+
+        def layer(hidden, state):
+            return nnx.merge(graph, state)(hidden, context)
+
+        if self.model.remat != "none":
+            layer = jax.checkpoint(layer, policy=REMAT[self.model.remat])
+        if self.model.scan_layers:
+            return jax.lax.scan(layer, hidden, stacked)
+        aux = []
+        for i in range(self.model.num_layers):
+            hidden, layer_aux = layer(hidden, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
+            aux.append(layer_aux)
+        return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *aux)
+
+
+def init(model: ModelConfig, seed: int) -> nnx.State:
+    """The decoder's float32 parameters drawn from `jax.random.key(seed)`, made under one jit."""
+
+    def draw(key):
+        return nnx.split(Decoder(model, nnx.Rngs(params=key)))[1]
+
+    # Runs once: on a CPU, compiling the random generator for every shape at full optimisation takes 5 s instead of 1.5.
+    return jax.jit(draw, compiler_options={"xla_backend_optimization_level": 1})(jax.random.key(seed))
+
+
+def abstract(model: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """The decoder's structure, and its parameters as `jax.ShapeDtypeStruct`s; allocates nothing."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(params=0))))
+
+
+def param_counts(model: ModelConfig) -> dict[str, int]:
+    """Parameters: `params` in all, `non_embedding_params`, `gate_params`, and `param_difference` to the ungated model.
+
+    Counted on the model itself, without allocating it. Embeddings are the token table, learned positions and an untied
+    output matrix.
+    """
+    shapes = nnx.to_pure_dict(abstract(model)[1])
+    total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    embeddings = sum(shapes[name].size for name in ("embedding", "positions", "output") if name in shapes)
+    gate = sum(leaf.size for leaf in jax.tree.leaves(shapes["blocks"]["attention"].get("gates", {})))
+    difference = 0
+    if model.gates:
+        difference = total - param_counts(override(model, {"gates": ()}))["params"]
+    return {
+        "params": total,
+        "non_embedding_params": total - embeddings,
+        "gate_params": gate,
+        "param_difference": difference,
+    }
+
+
+def param_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter's dotted path and shape; those of `blocks` have a leading layer axis."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(abstract(model)[1]))
+    return {".".join(str(key.key) for key in path): leaf.shape for path, leaf in leaves}
+
+
+def flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """Training FLOPs per token: 6 per parameter of a matrix product (the output matrix included, the lookups not), and
+    12 L N H times the mean number of visible keys, (T + 1) / 2, for causal attention. Recomputation is not counted."""
+    counts = param_counts(model)
+    products = counts["non_embedding_params"] + model.vocab_size * model.d_model
+    attention = model.num_layers * model.num_heads * model.head_dim * (seq_len + 1) / 2
+    return 6.0 * products + 12.0 * attention

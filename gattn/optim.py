@@ -1,0 +1,42 @@
+"""AdamW with linear warm-up, cosine decay, and decay only where there is a matrix."""
+
+import jax
+import optax
+
+from gattn.config import Config
+
+STACKED = "blocks"  # parameters below this name carry a leading layer axis
+NEVER_DECAYED = "bias"
+
+
+def learning_rate(config: Config) -> optax.Schedule:
+    """Step (from 0) -> learning rate: linear from 0 to the peak, then a cosine that ends at the last step."""
+    optim = config.optim
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=optim.learning_rate,
+        warmup_steps=optim.warmup_steps,
+        decay_steps=config.train.steps,
+        end_value=optim.final_learning_rate,
+    )
+
+
+def decay_mask(params):
+    """True for every parameter with two or more axes per layer that is not a bias: matrices, embeddings, gates."""
+
+    def decays(path, leaf) -> bool:
+        names = [getattr(key, "key", getattr(key, "name", None)) for key in path]
+        return leaf.ndim - (STACKED in names) >= 2 and NEVER_DECAYED not in names
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def optimizer(config: Config) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW (decoupled decay, scaled by the learning rate)."""
+    optim = config.optim
+    return optax.chain(
+        optax.clip_by_global_norm(optim.clip_norm),
+        optax.adamw(
+            learning_rate(config), optim.b1, optim.b2, optim.eps, weight_decay=optim.weight_decay, mask=decay_mask
+        ),
+    )

@@ -1,0 +1,90 @@
+"""The house rules of the layout: who may import whom."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# A file of gattn imports only from rows above its own.
+ROWS = [
+    ["gattn", "gattn.config"],
+    ["gattn.sharding"],
+    ["gattn.kernels", "gattn.kernels.masks"],
+    ["gattn.kernels.tuning"],
+    ["gattn.kernels.reference"],
+    ["gattn.kernels.chunked"],
+    ["gattn.kernels.vjp"],
+    ["gattn.kernels.api"],
+    ["gattn.gates", "gattn.rope", "gattn.probes"],
+    ["gattn.layers"],
+    ["gattn.model"],
+    ["gattn.data", "gattn.data.corpus"],
+    ["gattn.data.tokenizer"],
+    ["gattn.data.loader"],
+    ["gattn.loss"],
+    ["gattn.optim"],
+    ["gattn.checkpoint"],
+    ["gattn.metrics"],
+    ["gattn.train"],
+    ["gattn.__main__"],
+]
+LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
+
+
+def files(package):
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def module_name(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(path):
+    """Modules a file imports, except under `if TYPE_CHECKING`; `from a import b` counts as a.b if that is one."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = []
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in LEVEL else node.module for name in inner}
+    return names
+
+
+@pytest.mark.parametrize("path", files("gattn"), ids=module_name)
+def test_gattn_imports_only_from_rows_above(path):
+    name = module_name(path)
+    ours = {other for other in imported(path) if other.split(".")[0] == "gattn"}
+    assert {other for other in ours if LEVEL[other] >= LEVEL[name] and other != "gattn"} == set()
+
+
+@pytest.mark.parametrize("path", files("gattn"), ids=module_name)
+def test_gattn_imports_neither_configs_nor_experiments(path):
+    """With one exception: the command line looks presets and variants up."""
+    outside = {
+        name for name in imported(path) if name.split(".")[0] in ("configs", "experiments", "benchmarks", "tests")
+    }
+    assert outside == ({"configs.models", "configs.variants"} if path.name == "__main__.py" else set())
+
+
+@pytest.mark.parametrize("path", files("configs"), ids=module_name)
+def test_presets_import_only_the_config(path):
+    ours = {name for name in imported(path) if name.split(".")[0] in ("gattn", "experiments", "jax", "flax")}
+    assert ours <= {"gattn.config"}
+
+
+def test_config_needs_no_jax_and_one_module_knows_orbax():
+    assert not {name for name in imported(ROOT / "gattn/config.py") if name.split(".")[0] in ("jax", "flax", "numpy")}
+    knowing = {module_name(p) for p in files("gattn") if any(n.startswith("orbax") for n in imported(p))}
+    assert knowing == {"gattn.checkpoint"}
+
+
+def test_nothing_needs_torch():
+    for package in ("gattn", "configs", "experiments", "benchmarks", "tests"):
+        for path in files(package):
+            assert not {name for name in imported(path) if name.split(".")[0] in ("torch", "transformers")}, path

@@ -1,0 +1,141 @@
+"""Configs: round trips, overrides, refusals, fingerprints, and the FFN that pays for a gate."""
+
+import dataclasses
+import json
+import typing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gattn.config import Config, ConfigError, GateSpec, ModelConfig, from_dict, override, to_json
+
+
+def literals(cls, name):
+    return st.sampled_from(typing.get_args(typing.get_type_hints(cls)[name]))
+
+
+@st.composite
+def gate_specs(draw):
+    names = ("position", "granularity", "sharing", "op", "activation", "source")
+    values = {name: draw(literals(GateSpec, name)) for name in names}
+    values["bias"] = values["source"] == "input" and draw(st.booleans())
+    values["bias_init"] = draw(st.sampled_from([0.0, -1.5])) if values["bias"] else 0.0
+    values["init_scale"] = draw(st.sampled_from([0.0, 0.5, 1.0]))
+    if values["position"] == "g5":
+        values |= {"granularity": "elementwise", "sharing": "specific"}
+    return GateSpec(**values)
+
+
+@st.composite
+def configs(draw):
+    gates = draw(st.lists(gate_specs(), max_size=3, unique_by=lambda gate: gate.position))
+    return override(
+        Config(),
+        {
+            "model.gates": tuple(gates),
+            "model.softmax": draw(literals(ModelConfig, "softmax")),
+            "model.num_layers": draw(st.integers(1, 5)),
+            "model.ffn_dim": draw(st.integers(40, 80)) * 8,
+            "train.seed": draw(st.integers(0, 3)),
+        },
+    )
+
+
+@given(configs())
+@settings(max_examples=50, deadline=None)
+def test_json_round_trip(config):
+    again = from_dict(Config, json.loads(to_json(config)))
+    assert again == config
+    assert again.fingerprint() == config.fingerprint()
+
+
+@given(gate_specs(), gate_specs())
+@settings(max_examples=200, deadline=None)
+def test_labels_tell_specs_apart(one, other):
+    assert (one.label == other.label) == (one == other)
+
+
+def test_fingerprint_ignores_cosmetic_fields_only():
+    config = Config()
+    same = override(config, {"train.log_every": 3, "train.eval_every": 7, "train.checkpoint_every": 9})
+    assert same.fingerprint() == config.fingerprint()
+    changes = {
+        "train.seed": 1,
+        "train.steps": 999,
+        "model.norm_eps": 1e-5,
+        "data.batch_size": 7,
+        "optim.b2": 0.9,
+        "model.gates": (GateSpec(),),
+    }
+    prints = {override(config, {key: value}).fingerprint() for key, value in changes.items()}
+    assert len(prints | {config.fingerprint()}) == len(changes) + 1
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().model.num_layers = 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "says"),
+    [
+        ({"model.num_layer": 2}, "model.num_layer", "model.num_layers"),
+        ({"modle.num_layers": 2}, "modle.num_layers", "model.num_layers"),
+        ({"model": 3}, "model", "expected an object"),
+        ({"model.num_layers": 0}, "model.num_layers", "at least 1"),
+        ({"model.num_layers": 2.5}, "model.num_layers", "whole number"),
+        ({"model.num_layers": True}, "model.num_layers", "whole number"),
+        ({"model.dtype": "float16"}, "model.dtype", "bfloat16"),
+        ({"model.num_kv_heads": 3}, "model.num_kv_heads", "num_heads = 4"),
+        ({"model.head_dim": 31}, "model.head_dim", "even"),
+        ({"model.rope_theta": 0.0}, "model.rope_theta", "above 0"),
+        ({"model.norm_eps": float("nan")}, "model.norm_eps", "finite"),
+        ({"model.gates": ("g1",)}, "model.gates.0", "object"),
+        ({"model.gates": ({"position": "g6"},)}, "model.gates.0.position", "'g1'"),
+        ({"model.gates": (GateSpec(), GateSpec("g1", "headwise"))}, "model.gates", "gated twice"),
+        ({"model.gates": (GateSpec(),), "model.ffn_dim": 40}, "model.ffn_dim", "match_params"),
+        ({"model.position": "learned", "model.max_seq_len": 8}, "model.max_seq_len", "256"),
+        ({"model.vocab_size": 256}, "model.vocab_size", "257"),
+        ({"optim.warmup_steps": 1000}, "optim.warmup_steps", "train.steps"),
+        ({"optim.learning_rate": 1e-5}, "optim.final_learning_rate", "learning_rate"),
+        ({"optim.b1": 1.0}, "optim.b1", "[0, 1)"),
+        ({"data.source": "nonsense"}, "data.source", "package.module:function"),
+    ],
+)
+def test_refusals_name_field_value_and_remedy(changes, field, says):
+    with pytest.raises(ConfigError) as error:
+        override(Config(), changes)
+    assert error.value.field == field
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"position": "g5", "granularity": "headwise"}, "granularity"),
+        ({"position": "g5", "sharing": "shared"}, "sharing"),
+        ({"source": "independent", "bias": True}, "bias"),
+        ({"bias_init": 1.0}, "bias_init"),
+        ({"init_scale": -1.0}, "init_scale"),
+    ],
+)
+def test_gates_that_cannot_work_are_refused(values, field):
+    with pytest.raises(ConfigError) as error:
+        GateSpec(**values)
+    assert error.value.field == field
+
+
+@given(gate_specs(), st.integers(1, 16), st.sampled_from([8, 32, 128]))
+@settings(max_examples=100, deadline=None)
+def test_matched_ffn_is_the_nearest_multiple(spec, width, multiple):
+    ungated = ModelConfig(ffn_dim=128 * width + 256, ffn_multiple=multiple)
+    gated = dataclasses.replace(ungated, gates=(spec,))
+
+    def difference(ffn):
+        return abs(gated.gate_params + 3 * gated.d_model * (ffn - ungated.ffn_dim))
+
+    assert (ungated.ffn_dim - gated.ffn_width) % multiple == 0
+    assert difference(gated.ffn_width) <= difference(gated.ffn_width + multiple)
+    assert difference(gated.ffn_width) <= difference(gated.ffn_width - multiple)
+    assert dataclasses.replace(gated, match_params=False).ffn_width == ungated.ffn_dim

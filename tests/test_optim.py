@@ -1,0 +1,73 @@
+"""AdamW: the schedule's corners, who decays, clipping, and one step against a transcription."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.models import tiny
+from gattn import model, optim
+from gattn.config import GateSpec, override
+
+CONFIG = override(
+    tiny(),
+    {
+        "model.gates": (
+            GateSpec("g1", "headwise", bias=True),
+            GateSpec("g2", source="independent"),
+            GateSpec("g3", "headwise", source="independent"),
+        ),
+        "model.softmax": "sink_logit",
+        "model.position": "learned",
+        "model.sandwich_norm": True,
+        "model.tied_embeddings": False,
+    },
+)
+
+
+def test_schedule_corners():
+    rate = optim.learning_rate(CONFIG)
+    o, steps = CONFIG.optim, CONFIG.train.steps
+    assert float(rate(0)) == 0.0
+    assert float(rate(o.warmup_steps // 2)) == pytest.approx(o.learning_rate / 2)
+    assert float(rate(o.warmup_steps)) == pytest.approx(o.learning_rate)
+    middle = o.warmup_steps + (steps - o.warmup_steps) / 2
+    assert float(rate(middle)) == pytest.approx((o.learning_rate + o.final_learning_rate) / 2)
+    assert float(rate(steps)) == pytest.approx(o.final_learning_rate)
+
+
+def test_matrices_decay_and_norms_biases_and_sinks_do_not():
+    mask = nnx.to_pure_dict(optim.decay_mask(model.abstract(CONFIG.model)[1]))
+    leaves = jax.tree_util.tree_leaves_with_path(mask)
+    decayed = {".".join(str(k.key) for k in path) for path, value in leaves if value}
+    spared = {".".join(str(k.key) for k in path) for path, value in leaves if not value}
+    attention, mlp = "blocks.attention.", "blocks.mlp."
+    assert decayed == {
+        "embedding",
+        "positions",
+        "output",
+        *(f"{attention}{name}.kernel" for name in ("query", "key", "value", "out", "gates.g1")),
+        *(f"{attention}gates.{position}.score" for position in ("g2", "g3")),
+        *(f"{mlp}{name}.kernel" for name in ("gate", "up", "down")),
+    }
+    assert f"{attention}gates.g1.bias" in spared
+    assert f"{attention}sink" in spared
+    assert "final_norm.gain" in spared
+
+
+def test_one_step_is_clipped_adamw():
+    params = {"blocks": {"w": jnp.full((1, 2, 2), 2.0)}, "gain": jnp.ones(3)}
+    gradients = {"blocks": {"w": jnp.full((1, 2, 2), 30.0)}, "gain": jnp.full(3, -40.0)}
+    transform = optim.optimizer(CONFIG)
+    state = transform.init(params)
+    for _ in range(2):  # the first step has learning rate 0
+        updates, state = transform.update(gradients, state, params)
+    o = CONFIG.optim
+    rate = o.learning_rate / o.warmup_steps
+    # A constant gradient: both moments' bias corrections cancel, so the direction is its sign.
+    np.testing.assert_allclose(updates["blocks"]["w"], -rate * (1.0 + o.weight_decay * 2.0), rtol=1e-4)
+    np.testing.assert_allclose(updates["gain"], rate, rtol=1e-4)
+    norm = np.sqrt(4 * 30.0**2 + 3 * 40.0**2)
+    moments = jax.tree.leaves(jax.tree.map(lambda leaf: float(jnp.abs(leaf).max()), state))
+    assert max(moments) == pytest.approx(max(2, 40.0 / norm * (1 - o.b1**2)), rel=1e-3)
