@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import math
@@ -294,7 +295,7 @@ class Config:
             kept[part.name] = {k: v for k, v in dataclasses.asdict(section).items() if k not in cosmetic}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
-    @property
+    @functools.cached_property
     def run_name(self) -> str:
         """Folder name of the run: source, variant, seed and fingerprint; the same for every table that needs it."""
         source = self.data.source.rpartition(":")[2]
@@ -325,7 +326,7 @@ def from_dict(cls: type[C], values: Mapping[str, Any], where: str = "") -> C:
         if key not in hints:
             raise _unknown(path, value, key, hints)
         hint = hints[key]
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             value = from_dict(hint, value, path)
         elif typing.get_origin(hint) is tuple:
             item = typing.get_args(hint)[0]
@@ -346,7 +347,7 @@ def override(config: C, changes: Mapping[str, Any]) -> C:
     values = dataclasses.asdict(config)
     for path, value in changes.items():
         *parents, last = path.split(".")
-        node = values
+        node: Any = values
         for name in parents:
             node = node.get(name) if isinstance(node, dict) else None
         if not isinstance(node, dict) or last not in node:
