@@ -51,7 +51,7 @@ def base() -> Config:
             dtype="bfloat16",
             remat="dots",
         ),
-        data=DataConfig(seq_len=2048, batch_size=128),
+        data=DataConfig(seq_len=2048, batch_size=128, eval_sequences=32),
         optim=OptimConfig(learning_rate=1.5e-3, final_learning_rate=1.5e-4, warmup_steps=1000),
         train=TrainConfig(steps=20_000, eval_every=1000, checkpoint_every=1000),
     )
@@ -88,7 +88,7 @@ def _dense(num_layers: int, d_model: int, ffn_dim: int) -> Config:
             dtype="bfloat16",
             remat="full",
         ),
-        data=DataConfig(seq_len=4096, batch_size=1024),
+        data=DataConfig(seq_len=4096, batch_size=1024, eval_sequences=32),
         optim=OptimConfig(learning_rate=4e-3, final_learning_rate=3e-5, warmup_steps=1000),
         train=TrainConfig(steps=100_000, eval_every=1000, checkpoint_every=1000),
     )

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from gattn.config import Config, ConfigError, from_dict
+from gattn.config import Config, ConfigError, from_dict, is_import_path
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def train_command(argv: list[str]) -> int:
     chooser.add_argument("--config")
     chooser.add_argument("--gate")
     chosen, rest = chooser.parse_known_args(argv)
-    config = _read_config(Path(chosen.config)) if chosen.config else find_preset(chosen.preset, PRESETS)()
+    config = _read_config(Path(chosen.config)) if chosen.config else find_preset(chosen.preset, PRESETS)
     if chosen.gate:
         config = apply(config, chosen.gate)
 
@@ -59,17 +59,21 @@ def train_command(argv: list[str]) -> int:
     return dry_run(given.config) if given.dry_run else _train(given.config, Path(given.dir) if given.dir else None)
 
 
-def find_preset(name: str, presets: dict[str, Callable[[], Config]]) -> Callable[[], Config]:
-    """The preset function of that name, or the one at `package.module:function`."""
+def find_preset(name: str, presets: dict[str, Callable[[], Config]]) -> Config:
+    """The preset of that name, or what the function at `package.module:function` returns."""
     if name in presets:
-        return presets[name]
-    module, colon, function = name.partition(":")
-    if not colon:
+        return presets[name]()
+    if not is_import_path(name):
         raise ConfigError("preset", name, f"no such preset; known: {', '.join(presets)}, or package.module:function")
+    module, _, function = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("preset", name, f"cannot be imported: {error}") from error
+        preset = getattr(importlib.import_module(module), function)
+        config = preset()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError("preset", name, f"cannot be imported and called: {error}") from error
+    if not isinstance(config, Config):
+        raise ConfigError("preset", name, f"returns {type(config).__name__}, not a gattn.config.Config")
+    return config
 
 
 def dry_run(config: Config) -> int:
@@ -86,8 +90,7 @@ def dry_run(config: Config) -> int:
     console.print(f"\nparameters            {counts['params']:,}")
     console.print(f"  without embeddings  {counts['non_embedding_params']:,}")
     console.print(f"  of gates            {counts['gate_params']:,}")
-    if config.model.gates:
-        console.print(f"  more than ungated   {counts['param_difference']:+,} (FFN {counts['ffn_width']})")
+    console.print(f"  more than plain     {counts['param_difference']:+,} (FFN {counts['ffn_width']})")
     console.print(f"training FLOPs/token  {counts['flops_per_token']:,.0f}")
     batch = config.data.batch_size * config.data.seq_len
     console.print(f"tokens                {batch:,} a step, {batch * config.train.steps:,} in all")

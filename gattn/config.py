@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -70,6 +71,8 @@ class GateSpec:
             raise ConfigError("sharing", self.sharing, "g5 has no head axis to share over: use specific")
         if self.source == "independent" and self.bias:
             raise ConfigError("bias", self.bias, "an input-independent gate is a bias already: set bias to False")
+        if self.source == "independent" and self.init_scale != 1.0:
+            raise ConfigError("init_scale", self.init_scale, "an input-independent gate starts at zero: leave it at 1")
         if self.bias_init and not self.bias:
             raise ConfigError("bias_init", self.bias_init, "has no effect without a bias: set bias to True")
         _at_least(self, 0.0, "init_scale")
@@ -93,7 +96,11 @@ class GateSpec:
         """A short name that tells this spec from the others, e.g. g1_elementwise, g1_elementwise_shared_add_silu."""
         parts: list[str] = [self.position, self.granularity]
         defaults = GateSpec()
-        parts += [getattr(self, f) for f in ("sharing", "op", "activation", "source") if _differs(self, defaults, f)]
+        parts += [
+            getattr(self, f)
+            for f in ("sharing", "op", "activation", "source")
+            if getattr(self, f) != getattr(defaults, f)
+        ]
         if self.bias:
             parts.append(f"bias{self.bias_init:g}")
         if self.init_scale != 1.0:
@@ -160,6 +167,10 @@ class ModelConfig:
         positions = [gate.position for gate in self.gates]
         if twice := {p for p in positions if positions.count(p) > 1}:
             raise ConfigError("gates", positions, f"position {min(twice)} is gated twice: keep one gate per position")
+        if self.gates and self.match_params and self.ffn_dim % self.ffn_multiple:
+            raise ConfigError(
+                "ffn_dim", self.ffn_dim, f"must be a multiple of ffn_multiple = {self.ffn_multiple} to match parameters"
+            )
         if self.ffn_width < 1:
             raise ConfigError(
                 "ffn_dim",
@@ -209,8 +220,9 @@ class DataConfig:
 
     def __post_init__(self):
         _check_types(self)
-        _at_least(self, 1, "seq_len", "batch_size", "eval_sequences")
-        if self.source != "corpus" and not _is_import_path(self.source):
+        _at_least(self, 1, "batch_size", "eval_sequences")
+        _at_least(self, 2, "seq_len")
+        if self.source != "corpus" and not is_import_path(self.source):
             raise ConfigError("source", self.source, "use 'corpus' or an import path 'package.module:function'")
 
 
@@ -262,6 +274,8 @@ class TrainConfig:
         _check_types(self)
         _at_least(self, 1, "steps", "loss_chunk", "log_every", "eval_every", "checkpoint_every")
         _at_least(self, 0, "seed")
+        if self.seed >= 2**32:
+            raise ConfigError("seed", self.seed, "must be below 2**32: JAX takes 32 bits of it")
 
 
 @dataclass(frozen=True)
@@ -379,6 +393,8 @@ def _check_types(config: Any) -> None:
         value = getattr(config, name)
         if not _fits(value, hint):
             raise ConfigError(name, value, f"expected {_spell(hint)}")
+        if hint is float:
+            object.__setattr__(config, name, float(value))  # 1 and 1.0 are one value, with one fingerprint
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -388,7 +404,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)
@@ -416,11 +432,8 @@ def _above(config: Any, low: float, *names: str) -> None:
             raise ConfigError(name, getattr(config, name), f"must be above {low:g}")
 
 
-def _differs(config: Any, other: Any, name: str) -> bool:
-    return getattr(config, name) != getattr(other, name)
-
-
-def _is_import_path(text: str) -> bool:
+def is_import_path(text: str) -> bool:
+    """Whether text reads `package.module:function`."""
     module, colon, name = text.partition(":")
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 

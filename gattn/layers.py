@@ -25,8 +25,8 @@ class Context(NamedTuple):
     """What all layers share in one forward pass."""
 
     segment_ids: Int[Array, "B T"] | None
-    starts: Int[Array, "B T"] | None
-    """First position of each position's segment; None unless probing."""
+    queries: probes.Queries | None
+    """The queries that probes count; None unless probing."""
     rope: tuple[np.ndarray, np.ndarray] | None
 
 
@@ -91,7 +91,7 @@ class Attention(nnx.Module):
         self.gates = nnx.Dict({spec.position: Gate(spec, model, rngs) for spec in model.gates})
 
     def __call__(self, x: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], probes.Sums]:
-        """The sublayer's output, and with `context.starts` its probes' sums (else an empty dict)."""
+        """The sublayer's output, and with `context.queries` its probes' sums (else an empty dict)."""
         model = self.model
         query, key, value, scores = self.projections(x)
         query = self._gated("g4", query, scores)
@@ -125,8 +125,8 @@ class Attention(nnx.Module):
         out = self._gated("g5", self.out(attended.reshape(*x.shape[:2], -1)), scores)
 
         aux: probes.Sums = {}
-        if context.starts is not None:
-            aux = self._probe(query, key, value, lse, scores, context.starts, context.segment_ids)
+        if context.queries is not None:
+            aux = self._probe(query, key, value, lse, scores, context.queries, context.segment_ids)
         return out, aux
 
     def projections(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array, dict[str, Array]]:
@@ -150,9 +150,9 @@ class Attention(nnx.Module):
         spec = self._spec(position)
         return y if spec is None else gates.apply(spec, y, scores[position])
 
-    def _probe(self, query, key, value, lse, scores, starts: Array, segment_ids: Array | None) -> probes.Sums:
+    def _probe(self, query, key, value, lse, scores, queries: probes.Queries, segment_ids) -> probes.Sums:
         scale = self.model.head_dim**-0.5
-        aux = probes.attention_sums(query, key, value, lse, self.sinks(), starts, scale)
+        aux = probes.attention_sums(query, key, value, lse, self.sinks(), queries, scale)
         aux["gates"] = {}
         for spec in self.model.gates:
             values = gates.activate(spec, scores[spec.position])
@@ -183,6 +183,6 @@ class Block(nnx.Module):
         hidden = hidden + (self.attention_out_norm(attended) if self.model.sandwich_norm else attended)
         transformed = self.mlp(self.mlp_norm(hidden))
         hidden = hidden + (self.mlp_out_norm(transformed) if self.model.sandwich_norm else transformed)
-        if context.starts is not None:
+        if context.queries is not None:
             aux |= probes.hidden_sums(hidden)
         return hidden, aux

@@ -40,6 +40,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, step: int):
         kept = [line for line in read_lines(path) if line["step"] <= step]
+        self.evaluated = {line["step"] for line in kept if "eval_loss" in line}
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long as the run
 

@@ -53,9 +53,9 @@ class Decoder(nnx.Module):
         if not probe:
             hidden, _ = self._run_blocks(hidden, Context(segment_ids, None, rope))
             return self.final_norm(hidden), {}
-        starts = probes.segment_starts(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
-        hidden, layers = self._run_blocks(hidden, Context(segment_ids, starts, rope))
-        return self.final_norm(hidden), {**probes.query_floor(starts), "layers": layers}
+        queries = probes.find_queries(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
+        hidden, layers = self._run_blocks(hidden, Context(segment_ids, queries, rope))
+        return self.final_norm(hidden), {**probes.query_floor(queries), "layers": layers}
 
     def output_matrix(self) -> Float[Array, "D V"]:
         """The matrix from final hidden states to logits."""
@@ -89,8 +89,9 @@ def init(model: ModelConfig, seed: int) -> nnx.State:
     def draw(key):
         return nnx.split(Decoder(model, nnx.Rngs(params=key)))[1]
 
-    # Runs once: on a CPU, compiling the random generator for every shape at full optimisation takes 5 s instead of 1.5.
-    return jax.jit(draw, compiler_options={"xla_backend_optimization_level": 1})(jax.random.key(seed))
+    # Runs once: on a CPU, optimising the random generator of every shape makes compiling take 5 s instead of 1.5.
+    options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
+    return jax.jit(draw, compiler_options=options)(jax.random.key(seed))
 
 
 def abstract(model: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
@@ -99,7 +100,7 @@ def abstract(model: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
 
 
 def param_counts(model: ModelConfig) -> dict[str, int]:
-    """Parameters: `params` in all, `non_embedding_params`, `gate_params`, and `param_difference` to the ungated model.
+    """Parameters: `params` in all, `non_embedding_params`, `gate_params`, and `param_difference` to the plain model.
 
     Counted on the model itself, without allocating it. Embeddings are the token table, learned positions and an untied
     output matrix.
@@ -108,9 +109,8 @@ def param_counts(model: ModelConfig) -> dict[str, int]:
     total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     embeddings = sum(shapes[name].size for name in ("embedding", "positions", "output") if name in shapes)
     gate = sum(leaf.size for leaf in jax.tree.leaves(shapes["blocks"]["attention"].get("gates", {})))
-    difference = 0
-    if model.gates:
-        difference = total - param_counts(override(model, {"gates": ()}))["params"]
+    plain = override(model, {"gates": (), "softmax": "standard"})
+    difference = total - param_counts(plain)["params"] if plain != model else 0
     return {
         "params": total,
         "non_embedding_params": total - embeddings,

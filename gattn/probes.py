@@ -12,12 +12,12 @@ Each probe of a layer returns *sums* (and the number of things summed), so that 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 SINK_THRESHOLD = 0.3
 SPARSE_THRESHOLD = 0.1
@@ -27,21 +27,28 @@ HISTOGRAM_RANGES = {"sigmoid": (0.0, 1.0), "ns_sigmoid": (0.0, 1.0), "two_sigmoi
 Sums = dict[str, Any]
 
 
-def segment_starts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Index of the first position of each position's segment (segments are contiguous)."""
+class Queries(NamedTuple):
+    """Where each query's segment begins, and which queries F-Attn counts."""
+
+    starts: Int[Array, "B T"]
+    counted: Bool[Array, "B T"]
+
+
+def find_queries(segment_ids: Int[Array, "B T"]) -> Queries:
+    """Segments are contiguous; their first query and padding (negative ids) are not counted."""
     positions = jnp.arange(segment_ids.shape[1])
     new = jnp.concatenate([jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
-    return jax.lax.cummax(jnp.where(new, positions, 0), axis=1)
+    starts = jax.lax.cummax(jnp.where(new, positions, 0), axis=1)
+    return Queries(starts, (positions > starts) & (segment_ids >= 0))
 
 
-def query_floor(starts: Int[Array, "B T"]) -> Sums:
+def query_floor(queries: Queries) -> Sums:
     """Sums over counted queries of 1 / visible keys (`floor`) and their number (`queries`), and sequences."""
-    visible = jnp.arange(starts.shape[1]) - starts + 1
-    counted = visible > 1
+    visible = jnp.arange(queries.starts.shape[1]) - queries.starts + 1
     return {
-        "floor": jnp.sum(jnp.where(counted, 1.0 / visible, 0.0)),
-        "queries": jnp.sum(counted).astype(jnp.float32),
-        "sequences": jnp.float32(starts.shape[0]),
+        "floor": jnp.sum(jnp.where(queries.counted, 1.0 / visible, 0.0)),
+        "queries": jnp.sum(queries.counted).astype(jnp.float32),
+        "sequences": jnp.float32(visible.shape[0]),
     }
 
 
@@ -66,14 +73,16 @@ def attention_sums(
     value: Float[Array, "B S K H"],
     lse: Float[Array, "B T N"],
     sinks: Float[Array, "N"] | None,
-    starts: Int[Array, "B T"],
+    queries: Queries,
     scale: float,
 ) -> Sums:
-    """F-Attn per head, the mass a sink logit absorbs per head, and the first token's value norm against the others'."""
-    counted = (jnp.arange(starts.shape[1]) > starts)[:, :, None]
+    """Per head F-Attn and the mass a sink logit absorbs; the first token's value norm, alone and over the others'."""
+    counted = queries.counted[:, :, None]
+    first = first_token_attention(query, key, lse, queries.starts, scale)
     norms = jnp.linalg.norm(value.astype(jnp.float32), axis=-1).mean(axis=-1)
     sums = {
-        "f_attn": jnp.sum(jnp.where(counted, first_token_attention(query, key, lse, starts, scale), 0.0), axis=(0, 1)),
+        "f_attn": jnp.sum(jnp.where(counted, first, 0.0), axis=(0, 1)),
+        "value_norm_first": norms[:, 0].sum(),
         "value_norm_ratio": _first_to_others(norms),
     }
     if sinks is not None:
@@ -127,6 +136,7 @@ def summarise(sums: Mapping[str, Any], activations: Mapping[Any, str]) -> dict[s
         "m_act": float(layers["m_act"].mean() / sequences),
         "m_act_by_layer": _rounded(layers["m_act"] / sequences),
         "first_token_ratio_by_layer": _rounded(layers["first_token_ratio"] / sequences),
+        "value_norm_first_by_layer": _rounded(layers["value_norm_first"] / sequences),
         "value_norm_ratio_by_layer": _rounded(layers["value_norm_ratio"] / sequences),
         "gates": {p: _gate_summary(gate, sequences, activations[p]) for p, gate in layers["gates"].items()},
     }

@@ -10,6 +10,7 @@ import json
 import math
 import platform
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,7 +67,7 @@ def train(config: Config, directory: Path | None = None, console: Console | None
             return json.loads((directory / "result.json").read_text(encoding="utf-8"))
         with Checkpoints(directory / "checkpoints") as checkpoints:
             result = _Run(config, directory, checkpoints, console).finish()
-        write_atomically(directory / "result.json", json.dumps(result))
+        write_atomically(directory / "result.json", json.dumps(result, allow_nan=False))
         return result
 
 
@@ -83,12 +84,14 @@ class _Run:
         self.log = MetricsLog(directory / "metrics.jsonl", self.step)
         self.progress = ProgressLine(config.train.steps, self.step, console)
         self.progress.note(f"{config.run_name}: {'from step ' + str(self.step) if self.step else 'new run'}")
+        size, ffn = model.param_counts(config.model), config.model.ffn_width
+        self.progress.note(
+            f"{size['params']:,} parameters, {size['param_difference']:+,} to the plain model (FFN {ffn})"
+        )
 
     def finish(self) -> dict[str, Any]:
         """Trains what is left, evaluates and probes; the result."""
         try:
-            if self.step == 0:
-                self.evaluate()
             with _signals() as interrupted:
                 self.loop(interrupted)
             evaluated, sums = self.evaluate(probe=True)
@@ -104,38 +107,46 @@ class _Run:
         began, pending = time.monotonic(), None
         mark = (self.step, began)
         while self.step < train.steps:
+            if self.step % train.eval_every == 0 and self.step not in self.log.evaluated:
+                if pending:
+                    self.report(*pending, mark)
+                    pending = None
+                self.evaluate()
+                mark = (self.step, time.monotonic())
             self.state, metrics = self.step_fn(self.state, next(batches))
             self.step += 1
-            if pending is not None:
+            if pending:
                 mark = self.report(*pending, mark)
                 pending = None
             if self.step % train.log_every == 0 or self.step == train.steps:
                 pending = (self.step, metrics)
             stopping = interrupted()
             if stopping or self.step % train.checkpoint_every == 0 or self.step == train.steps:
-                mark = self.report(*(pending or (self.step, metrics)), mark)
-                pending = None
+                if pending:
+                    mark = self.report(*pending, mark)
+                    pending = None
+                self.check(self.step, float(metrics["loss"]))
                 self.save(self.seconds + time.monotonic() - began)
             if stopping:
                 self.progress.note(f"stopped at step {self.step}: the same command goes on from here")
                 raise SystemExit(128 + stopping)
-            if self.step % train.eval_every == 0 and self.step < train.steps:
-                self.evaluate()
         self.seconds += time.monotonic() - began
 
     def report(self, step: int, metrics: dict[str, Any], mark: tuple[int, float]) -> tuple[int, float]:
         """Writes one step's metrics; returns where the next interval's speed is measured from."""
         values = {name: float(value) for name, value in metrics.items()}
-        if not math.isfinite(values["loss"]):
-            raise TrainingError(f"step {step}: the loss is {values['loss']}; lower optim.learning_rate or clip_norm")
+        self.check(step, values["loss"])
         now = time.monotonic()
-        if step == mark[0]:
-            return mark
         pace = (now - mark[1]) / (step - mark[0])
         tokens_per_s = self.config.data.batch_size * self.config.data.seq_len / pace
         self.log.write(step=step, **values, tokens_per_s=tokens_per_s)
         self.progress.update(step, values["loss"], tokens_per_s, pace * (self.config.train.steps - step))
         return step, now
+
+    def check(self, step: int, loss: float) -> None:
+        """Stops a run whose loss is not finite, before it overwrites a checkpoint."""
+        if not math.isfinite(loss):
+            raise TrainingError(f"step {step}: the loss is {loss}; lower optim.learning_rate or optim.clip_norm")
 
     def save(self, seconds: float) -> None:
         """A checkpoint of this step."""
@@ -149,14 +160,16 @@ class _Run:
             loss, count, aux = jax.device_get(evaluate(self.state.params, batch))
             total, tokens = total + float(loss), tokens + int(count)
             if self.source.token_bytes is not None:
-                size += int(self.source.token_bytes[batch["targets"]].sum())
+                size += int(self.source.token_bytes[batch["targets"][batch["targets"] >= 0]].sum())
             if probe:
                 sums = aux if sums is None else add_sums(sums, aux)
-        self.log.write(step=self.step, eval_loss=total / tokens)
+        self.check(self.step, total / tokens)
+        if self.step not in self.log.evaluated:
+            self.log.write(step=self.step, eval_loss=total / tokens)
         self.progress.note(f"step {self.step}: held-out loss {total / tokens:.4f}")
         return {
             "loss": total / tokens,
-            "perplexity": math.exp(total / tokens),
+            "perplexity": math.exp(min(total / tokens, 700.0)),
             "bits_per_byte": total / (math.log(2) * size) if size else None,
             "bayes_loss": self.source.bayes_loss,
             "tokens": tokens,
@@ -211,12 +224,8 @@ class _Run:
                 f"{self.directory} was trained on data {saved['data']}, here they are {self.source.fingerprint} (the "
                 "embedded corpus differs between Python versions): resume with that Python, or move the folder away"
             )
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        like = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
-            State(self.abstract, jax.eval_shape(init_optimizer, self.abstract)),
-        )
-        return self.checkpoints.restore(step, like), step, saved["seconds"]
+        like = State(self.abstract, jax.eval_shape(init_optimizer, self.abstract))
+        return self.checkpoints.restore(step, on_this_device(like)), step, saved["seconds"]
 
 
 def train_step(graph: nnx.GraphDef, config: Config) -> Callable[[State, Any], tuple[State, dict[str, jax.Array]]]:
@@ -248,6 +257,12 @@ def eval_step(graph: nnx.GraphDef, config: Config, *, probe: bool = False) -> Ca
         return total, count, aux
 
     return jax.jit(_precise(step, config.model))
+
+
+def on_this_device(shapes: Any) -> Any:
+    """The same `jax.ShapeDtypeStruct`s, placed on the first device."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), shapes)
 
 
 def add_sums(total: Any, more: Any) -> Any:
@@ -312,10 +327,14 @@ def _lock(directory: Path) -> Iterator[None]:
     """Holds the folder for this process; the operating system lets go when the process ends, however it ends."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "lock", "a", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TrainingError(f"{directory} is being trained by another process: wait for it or stop it") from None
+        for _ in range(10):  # a sweep that looks whether a run is held holds it for an instant
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        else:
+            raise TrainingError(f"{directory} is being trained by another process: wait for it or stop it")
         yield
 
 
@@ -333,6 +352,9 @@ def _claim(directory: Path, config: Config) -> None:
 def _signals() -> Iterator[Callable[[], int | None]]:
     """A function that says which of SIGTERM and SIGINT arrived, if one did; a second one acts at once."""
     arrived: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread only
+        yield lambda: None
+        return
 
     def note(number, frame):
         arrived.append(number)

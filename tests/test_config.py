@@ -21,7 +21,7 @@ def gate_specs(draw):
     values = {name: draw(literals(GateSpec, name)) for name in names}
     values["bias"] = values["source"] == "input" and draw(st.booleans())
     values["bias_init"] = draw(st.sampled_from([0.0, -1.5])) if values["bias"] else 0.0
-    values["init_scale"] = draw(st.sampled_from([0.0, 0.5, 1.0]))
+    values["init_scale"] = draw(st.sampled_from([0.0, 0.5, 1.0])) if values["source"] == "input" else 1.0
     if values["position"] == "g5":
         values |= {"granularity": "elementwise", "sharing": "specific"}
     return GateSpec(**values)
@@ -72,6 +72,14 @@ def test_fingerprint_ignores_cosmetic_fields_only():
     assert len(prints | {config.fingerprint()}) == len(changes) + 1
 
 
+def test_a_whole_number_is_the_same_number():
+    """1 and 1.0 are one weight decay, one fingerprint and one run."""
+    assert (
+        override(Config(), {"optim.weight_decay": 1}).run_name
+        == override(Config(), {"optim.weight_decay": 1.0}).run_name
+    )
+
+
 def test_a_config_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().model.num_layers = 3
@@ -100,6 +108,10 @@ def test_a_config_cannot_be_changed():
         ({"optim.warmup_steps": 1000}, "optim.warmup_steps", "train.steps"),
         ({"optim.learning_rate": 1e-5}, "optim.final_learning_rate", "learning_rate"),
         ({"optim.b1": 1.0}, "optim.b1", "[0, 1)"),
+        ({"optim.eps": 10**400}, "optim.eps", "finite"),
+        ({"train.seed": 2**32}, "train.seed", "below"),
+        ({"data.seq_len": 1}, "data.seq_len", "at least 2"),
+        ({"model.gates": (GateSpec(),), "model.ffn_dim": 500}, "model.ffn_dim", "multiple of"),
         ({"data.source": "nonsense"}, "data.source", "package.module:function"),
     ],
 )
@@ -118,6 +130,7 @@ def test_refusals_name_field_value_and_remedy(changes, field, says):
         ({"source": "independent", "bias": True}, "bias"),
         ({"bias_init": 1.0}, "bias_init"),
         ({"init_scale": -1.0}, "init_scale"),
+        ({"source": "independent", "init_scale": 0.5}, "init_scale"),
     ],
 )
 def test_gates_that_cannot_work_are_refused(values, field):

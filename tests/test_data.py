@@ -361,7 +361,6 @@ def no_source(config: Config) -> dict:
     [
         ({"data.eval_sequences": 10**6}, "data.eval_sequences", "lower"),
         ({"data.seq_len": 10**8}, "data.seq_len", "lower"),
-        ({"train.seed": 2**32}, "train.seed", "below"),
         ({"data.source": "nowhere_at_all.module:function"}, "data.source", "nowhere_at_all"),
         ({"data.source": f"{__name__}:smal_source"}, "data.source", "did you mean 'small_source'"),
         ({"data.source": f"{__name__}:zzz"}, "data.source", "no function 'zzz'"),

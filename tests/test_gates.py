@@ -10,6 +10,7 @@ from flax import nnx
 
 from configs.variants import VARIANTS
 from gattn import gates, layers
+from gattn import model as decoder
 from gattn.config import GateSpec, ModelConfig
 from gattn.rope import rope_table
 
@@ -23,6 +24,8 @@ EXTRA = {
     "g3 additive shared": {"gates": (GateSpec("g3", sharing="shared", op="add", activation="silu"),)},
     "gate over rmsnorm": {"gates": (GateSpec("g1"),), "sdpa_transform": "rmsnorm"},
     "independent g2": {"gates": (GateSpec("g2", source="independent"),)},
+    "no qk_norm": {"gates": (GateSpec("g1"), GateSpec("g4")), "qk_norm": False},
+    "no rope": {"gates": (GateSpec("g1", "headwise"),), "qk_norm": False, "position": "learned"},
     "headwise sink": {"gates": (GateSpec("g1", "headwise"),), "softmax": "sink_logit"},
 }
 CASES = FITTING | EXTRA
@@ -38,7 +41,7 @@ def attention(fields):
 
 
 def context(model, segment_ids=None, starts=None):
-    rope = rope_table(7, model.head_dim, model.rope_theta)
+    rope = rope_table(7, model.head_dim, model.rope_theta) if model.position == "rope" else None
     return layers.Context(segment_ids, starts, rope)
 
 
@@ -98,10 +101,13 @@ def attention_numpy(model, p, x):
     q, k, v = [], [], []
     for t, token in enumerate(x):
         heads = {n: np.einsum("d,dnh->nh", token, p[n]["kernel"]) for n in ("query", "key", "value")}
-        query = norm(gated_numpy(model, p, "g4", heads["query"], token), p["query_norm"]["gain"])
-        key = norm(gated_numpy(model, p, "g3", heads["key"], token), p["key_norm"]["gain"])
-        q.append([rotate(head, t) for head in query])
-        k.append([rotate(head, t) for head in key])
+        query = gated_numpy(model, p, "g4", heads["query"], token)
+        key = gated_numpy(model, p, "g3", heads["key"], token)
+        if model.qk_norm:
+            query, key = norm(query, p["query_norm"]["gain"]), norm(key, p["key_norm"]["gain"])
+        place = t if model.position == "rope" else 0
+        q.append([rotate(head, place) for head in query])
+        k.append([rotate(head, place) for head in key])
         v.append(gated_numpy(model, p, "g2", heads["value"], token))
     outputs = []
     for t, token in enumerate(x):
@@ -120,6 +126,42 @@ def attention_numpy(model, p, x):
         heads = gated_numpy(model, p, "g1", heads, token)
         outputs.append(gated_numpy(model, p, "g5", heads.reshape(-1) @ p["out"]["kernel"], token))
     return np.array(outputs)
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+@pytest.mark.parametrize("sandwich", [False, True])
+def test_decoder_equals_its_equation_in_numpy(sandwich):
+    """Embedding, learned positions, blocks, SwiGLU, sandwich norm, final norm and untied output."""
+    model = dataclasses.replace(
+        MODEL,
+        num_layers=2,
+        position="learned",
+        max_seq_len=9,
+        tied_embeddings=False,
+        sandwich_norm=sandwich,
+        gates=(GateSpec("g1", "headwise"),),
+    )
+    graph, shapes = decoder.abstract(model)
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda leaf: jnp.asarray(0.4 * rng.standard_normal(leaf.shape), jnp.float32), shapes)
+    tokens = rng.integers(0, 300, 7)
+    module = nnx.merge(graph, state)
+    logits = module.logits(module(jnp.asarray(tokens[None]))[0])[0]
+
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(state))
+    h = params["embedding"][tokens] + params["positions"][:7]
+    for i in range(2):
+        p = jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"])
+        y = attention_numpy(model, p["attention"], norm(h, p["attention_norm"]["gain"]))
+        h = h + (norm(y, p["attention_out_norm"]["gain"]) if sandwich else y)
+        x = norm(h, p["mlp_norm"]["gain"])
+        y = (silu(x @ p["mlp"]["gate"]["kernel"]) * (x @ p["mlp"]["up"]["kernel"])) @ p["mlp"]["down"]["kernel"]
+        h = h + (norm(y, p["mlp_out_norm"]["gain"]) if sandwich else y)
+    expected = norm(h, params["final_norm"]["gain"]) @ params["output"]
+    np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", CASES)

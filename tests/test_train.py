@@ -45,7 +45,7 @@ def final_state(directory, config):
     shapes = model.abstract(config.model)[1]
     with Checkpoints(directory / "checkpoints") as checkpoints:
         like = train.State(shapes, jax.eval_shape(train.optim.optimizer(config).init, shapes))
-        return checkpoints.latest, checkpoints.restore(checkpoints.latest, like)
+        return checkpoints.latest, checkpoints.restore(checkpoints.latest, train.on_this_device(like))
 
 
 def equal(one, other):
@@ -112,37 +112,30 @@ def test_a_finished_run_is_not_trained_again(finished):
     assert (directory / "result.json").stat().st_mtime_ns == before
 
 
-def test_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_path):
-    """A run stopped by SIGTERM after step 5 or later, and started again."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "kill"), [(3, False), (4, False), (7, False), (2, True), (6, True)])
+def test_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_path, step, kill):
+    """Stopped by SIGTERM (before any evaluation, where one and a checkpoint are due, between log lines) or by kill -9
+    (before the first checkpoint, between two), then started again."""
     directory, result = finished
     config_file = tmp_path / "config.json"
     config_file.write_text(to_json(SHORT))
-    slow = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-m", "tests.train_until", str(config_file), str(tmp_path / "run"), "5"]
-    stopped = subprocess.run(command, env=slow, capture_output=True, text=True, check=False)
-    assert stopped.returncode == 143, stopped.stderr
+    command = [sys.executable, "-m", "tests.train_until", str(config_file), str(tmp_path / "run"), str(step - 1)]
+    stopped = subprocess.run(
+        command + ["kill"] * kill,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert stopped.returncode == (-signal.SIGKILL if kill else 143), stopped.stderr
     assert not (tmp_path / "run" / "result.json").exists()
     resumed = train.train(SHORT, tmp_path / "run")
-    step, state = final_state(tmp_path / "run", SHORT)
-    assert step == 12
+    last, state = final_state(tmp_path / "run", SHORT)
+    assert last == 12
     assert equal(state, final_state(directory, SHORT)[1])
-    assert resumed["curve"] == result["curve"]
-    assert resumed["probes"] == result["probes"]
-
-
-def test_killed_between_checkpoints_equals_uninterrupted(finished, tmp_path):
-    """kill -9 after step 6: the run goes on from step 4."""
-    directory, result = finished
-    config_file = tmp_path / "config.json"
-    config_file.write_text(to_json(SHORT))
-    command = [sys.executable, "-m", "tests.train_until", str(config_file), str(tmp_path / "run"), "6", "kill"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
-    resumed = train.train(SHORT, tmp_path / "run")
-    assert equal(final_state(tmp_path / "run", SHORT)[1], final_state(directory, SHORT)[1])
-    assert resumed["curve"] == result["curve"]
-    steps = [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
-    assert steps == sorted(set(steps))
+    for part in ("curve", "evals", "probes", "eval"):
+        assert resumed[part] == result[part], part
 
 
 def test_the_seed_changes_the_run(finished, tmp_path):
@@ -171,7 +164,7 @@ def one_token_source(config: Config) -> Source:
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     config = override(SHORT, {"data.source": "tests.test_train:one_token_source", "model.init_std": 1e38})
-    with pytest.raises(train.TrainingError, match="step 2: the loss is"):
+    with pytest.raises(train.TrainingError, match="step 0: the loss is"):
         train.train(config, tmp_path)
     assert not (tmp_path / "result.json").exists()
 
