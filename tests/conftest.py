@@ -3,9 +3,22 @@
 import os
 import tempfile
 
+import pytest
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1 --xla_backend_optimization_level=0",
-)
+os.environ.setdefault("NPROC", "1")  # sizes XLA's thread pools
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ["GATTN_HOME"] = tempfile.mkdtemp(prefix="gattn-tests-")
+
+
+@pytest.fixture(scope="module")
+def small_blocks():
+    """Blocks of chunked attention small enough that a test's short sequences are several of them."""
+    from functools import partial
+
+    from gattn.kernels import api, chunked, vjp
+
+    kernel = vjp.Kernel(partial(chunked.forward, block=16), partial(chunked.backward, block=16))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(api._KERNELS, "chunked", kernel)
+        yield

@@ -1,0 +1,170 @@
+"""Chunked attention: equal to the reference, without a T x S array, without work that a mask rules out."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gattn import gated_dot_product_attention
+from gattn.kernels import api, masks, vjp
+from tests.attention import assert_close, attend, forward, normal, primitives, qkv, quick
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
+
+@st.composite
+def problems(draw):
+    """Any combination of what the signature offers, over a few shapes."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    batch, (heads, kv_heads) = 2, draw(st.sampled_from([(4, 4), (4, 2), (8, 1)]))
+    length, key_length = draw(st.sampled_from([(40, 40), (33, 50), (16, 7)]))
+    causal, offset = draw(st.booleans()), draw(st.sampled_from([0, 5, -9, "each"]))
+    arguments = {
+        "query": rng.standard_normal((batch, length, heads, 8)),
+        "key": rng.standard_normal((batch, key_length, kv_heads, 8)),
+        "value": rng.standard_normal((batch, key_length, kv_heads, 8)),
+        "gate": rng.standard_normal((batch, length, heads, draw(st.sampled_from([1, 8])))),
+        "sinks": draw(st.sampled_from([None, rng.standard_normal(heads)])),
+        "alibi_slopes": draw(st.sampled_from([None, rng.random(heads) / 4])),
+    }
+    if draw(st.booleans()):
+        arguments["bias"] = rng.standard_normal(
+            [draw(st.sampled_from([1, size])) for size in (batch, heads, length, key_length)]
+        )
+    arguments = {x: jnp.asarray(y, jnp.float32) for x, y in arguments.items() if y is not None}
+    if draw(st.booleans()):
+        arguments["segment_ids"] = tuple(np.sort(rng.integers(-1, 3, (batch, n))) for n in (length, key_length))
+    if draw(st.booleans()):
+        arguments["query_seq_lengths"] = rng.integers(0, length + 1, batch)
+        arguments["key_value_seq_lengths"] = rng.integers(0, key_length + 1, batch)
+    if draw(st.integers(0, 3)) == 0:
+        arguments["mask"] = rng.random((batch, 1, length, key_length)) < 0.5
+    return arguments | {
+        "gate_activation": draw(st.sampled_from(api.GATE_ACTIVATIONS)),
+        "is_causal": causal,
+        "query_offset": rng.integers(-9, 9, batch) if offset == "each" else offset,
+        "local_window_size": draw(st.sampled_from([None, None, (6, 3), 20, (0, 0)])),
+        "logits_soft_cap": draw(st.sampled_from([None, 2.0])),
+    }
+
+
+@settings(deadline=None, max_examples=12, derandomize=True, database=None)
+@given(problems())
+def test_chunked_is_the_reference(arguments):
+    assert_close(attend(arguments, "chunked"), attend(arguments, "reference"))
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 40, 1), (2, 1, 1, 40), (1, 1, 1, 1)])
+def test_bias_gradients_of_every_broadcast(shape):
+    arguments = qkv() | {"bias": normal(4, *shape), "is_causal": True}
+    got = attend(arguments, "chunked")
+    assert got["dbias"].shape == shape
+    assert_close(got, attend(arguments, "reference"))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+def test_head_dims(head_dim):
+    arguments = qkv(batch=1, length=24, key_length=24, heads=2, kv_heads=2, head_dim=head_dim) | {"is_causal": True}
+    arguments["gate"] = normal(4, 1, 24, 2, head_dim)
+    assert_close(attend(arguments, "chunked"), attend(arguments, "reference"))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (8, 1)])
+def test_kv_head_ratios(heads, kv_heads):
+    arguments = qkv(heads=heads, kv_heads=kv_heads) | {"gate": normal(4, 2, 40, heads, 1), "is_causal": True}
+    grouped = attend(arguments, "chunked")
+    assert_close(grouped, attend(arguments, "reference"))
+    repeated = {x: jnp.repeat(arguments[x], heads // kv_heads, axis=2) for x in ("key", "value")}
+    np.testing.assert_allclose(forward(arguments | repeated, "reference")[0], grouped["out"], atol=1e-6)
+
+
+def test_saved_names_spare_the_second_forward():
+    arguments = qkv() | {"gate": normal(4, 2, 40, 4, 8)}
+
+    def loops_with(policy):
+        @partial(jax.checkpoint, policy=policy)
+        def block(arrays):
+            return gated_dot_product_attention(**arrays, implementation="chunked")
+
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda arrays: jnp.sin(block(arrays)).sum()))(arguments).jaxpr
+        jaxpr = jax.interpreters.partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+        return sum(equation.primitive.name == "scan" for equation in primitives(jaxpr))
+
+    policies = jax.checkpoint_policies
+    assert loops_with(policies.nothing_saveable) == 3
+    assert loops_with(policies.save_only_these_names(*vjp.CHECKPOINT_NAMES)) == 2
+
+
+def test_chunked_has_no_array_of_all_queries_by_all_keys():
+    length = 640
+    arguments = qkv(batch=1, length=length, key_length=length, heads=1, kv_heads=1, head_dim=8)
+    arguments |= {"gate": normal(4, 1, length, 1, 8), "sinks": jnp.zeros(1), "alibi_slopes": jnp.ones(1)}
+    limits = {"is_causal": True, "segment_ids": np.zeros((1, length), np.int32), "local_window_size": (300, 0)}
+
+    def largest(implementation):
+        def loss(arrays):
+            return gated_dot_product_attention(**arrays, **limits, implementation=implementation).sum()
+
+        function = jax.value_and_grad(loss)
+        jaxpr = jax.make_jaxpr(function)(arguments).jaxpr
+        traced = max(var.aval.size for equation in primitives(jaxpr) for var in equation.outvars)
+        compiled = quick(function).lower(arguments).compile().as_text()
+        shapes = re.findall(r"\b(?:f32|s32|pred|bf16)\[([\d,]+)\]", compiled)
+        return traced, max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+    assert min(largest("reference")) >= length * length
+    # What is largest is an input: 640 x 8 numbers, not 640 x 640.
+    assert max(largest("chunked")) <= length * 16
+
+
+@settings(deadline=None, max_examples=15, derandomize=True, database=None)
+@given(
+    causal=st.booleans(),
+    offset=st.integers(-20, 20),
+    window=st.sampled_from([None, (5, 2), (0, 9)]),
+    packed=st.sampled_from(["none", "sorted", "shuffled"]),
+    lengths=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_skipped_blocks_hold_no_pair_that_attends(causal, offset, window, packed, lengths, seed):
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-1, 4, (2, 24))
+    mask = masks.make_mask(
+        24,
+        24,
+        query_offset=offset,
+        is_causal=causal,
+        window=window,
+        key_lengths=jnp.asarray(rng.integers(0, 25, 2)) if lengths else None,
+        segments={"none": None, "sorted": (np.sort(ids),) * 2, "shuffled": (ids, ids)}[packed],
+    )
+    mask = masks.pad(jax.tree.map(jnp.asarray, mask), 24, 24, 24, 24)
+    allowed = masks.allowed(mask, 0, 24, 0, 24)
+    allowed = np.ones((24, 24), bool) if allowed is None else np.asarray(allowed).any(axis=(0, 1))
+    first, stop = map(np.asarray, masks.key_block_bounds(mask, 8, 24, 4))
+    for block in range(3):
+        visited = np.zeros(24, bool)
+        visited[4 * first[block] : 4 * stop[block]] = True
+        assert not allowed[8 * block : 8 * block + 8, ~visited].any()
+
+
+def test_work_is_skipped_where_it_can_be():
+    def visited(**arguments):
+        first, stop = masks.key_block_bounds(masks.make_mask(64, 64, **arguments), 8, 64, 8)
+        return (np.asarray(stop) - np.asarray(first)).tolist()
+
+    assert visited() == [8] * 8
+    assert visited(is_causal=True) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert visited(is_causal=True, window=(7, 0)) == [1] + [2] * 7
+    assert visited(key_lengths=jnp.array([16])) == [2] * 8
+    assert visited(query_lengths=jnp.array([16])) == [8, 8] + [0] * 6
+    packed = jnp.repeat(jnp.array([0, 1, 2, -1]), 16)[None]
+    assert visited(segments=(packed, packed)) == [2] * 6 + [0] * 2
