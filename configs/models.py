@@ -10,11 +10,18 @@ def tiny() -> Config:
     """
     return Config(
         model=ModelConfig(
-            vocab_size=4096, num_layers=4, d_model=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=512
+            vocab_size=4096,
+            num_layers=4,
+            d_model=128,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            ffn_dim=512,
+            scan_layers=False,  # four layers compile quickly, and a CPU pays a fifth of a step for stacked activations
         ),
         data=DataConfig(seq_len=256, batch_size=8, eval_sequences=128),
         optim=OptimConfig(learning_rate=3e-3, final_learning_rate=3e-4, warmup_steps=50),
-        train=TrainConfig(steps=600),
+        train=TrainConfig(steps=300, loss_chunk=256, eval_every=100, checkpoint_every=100),
     )
 
 

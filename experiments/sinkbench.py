@@ -169,7 +169,7 @@ def _config(source: str, *, num_heads: int, position: Literal["rope", "learned"]
             eps=1e-8,
             clip_norm=1.0,
         ),
-        train=TrainConfig(steps=1200),
+        train=TrainConfig(steps=1200, eval_every=600, checkpoint_every=600),
     )
 
 

@@ -45,7 +45,7 @@ PAPER_ROWS = (BASELINE, ELEMENTWISE, HEADWISE, SHARED, VALUE, INDEPENDENT, NS)
 SHARING_ROWS = (BASELINE, HEADWISE, HEADWISE_SHARED)
 TEXT_ROWS = (BASELINE, ELEMENTWISE, HEADWISE)
 RIVALS = (OFF_BY_ONE, SINK_LOGIT)
-SHORT = {"train.steps": 150, "optim.warmup_steps": 20}
+SHORT = {"train.steps": 100, "optim.warmup_steps": 20}
 
 NOTE_A = (
     "A synthetic language in which heads have work only after trigger tokens and must rest everywhere else (one "
