@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +137,14 @@ def test_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_path, step, kill
     assert equal(state, final_state(directory, SHORT)[1])
     for part in ("curve", "evals", "probes", "eval"):
         assert resumed[part] == result[part], part
+
+
+def test_cut_between_the_last_evaluation_and_the_result(finished, tmp_path):
+    directory, result = finished
+    shutil.copytree(directory, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    again = train.train(SHORT, tmp_path / "run")
+    assert {**again, "time": 0} == {**json.loads(json.dumps(result)), "time": 0}
 
 
 def test_the_seed_changes_the_run(finished, tmp_path):

@@ -75,7 +75,7 @@ def _imported(name: str) -> Callable[[Config], Source]:
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        callables = [k for k, v in vars(module).items() if callable(v) and not k.startswith(" _")]
+        callables = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
         close = difflib.get_close_matches(function_name, callables, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "give a function that takes the Config"
         raise ConfigError("data.source", name, f"{module_name} has no function {function_name!r}: {hint}")
