@@ -1,4 +1,4 @@
-# make demo   set up, train the small models and print Table 4 (about 12 minutes on 2 cores)
+# make demo   set up, train the small models and print Table 4 (15 to 20 minutes on 2 cores)
 # make test   set up, run every test
 # make lint   ruff and mypy        make clean   remove the environment and caches, keep runs/
 

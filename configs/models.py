@@ -6,7 +6,8 @@ from gattn.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConf
 def tiny() -> Config:
     """About 1M non-embedding parameters, for a CPU.
 
-    `python -m gattn train --preset tiny`
+    `python -m gattn train --preset tiny`: held-out perplexity 105 after 614,400 tokens, 1.90 bits per byte, in 3 to 4
+    minutes of one core; with `--gate g1_headwise` 91 and 1.84 (means of 3 seeds, experiments/reports/table4-cpu).
     """
     return Config(
         model=ModelConfig(
@@ -26,7 +27,7 @@ def tiny() -> Config:
 
 
 def small() -> Config:
-    """About 25M non-embedding parameters, for one GPU or TPU.
+    """About 25M non-embedding parameters, for one GPU or TPU; 655M tokens. Not trained yet: no number to expect.
 
     `python -m gattn train --preset small --model.dtype bfloat16`
     """
@@ -41,7 +42,7 @@ def small() -> Config:
 
 
 def base() -> Config:
-    """About 125M non-embedding parameters, for one GPU or TPU and a day.
+    """About 125M non-embedding parameters, for one GPU or TPU; 5.2B tokens. Not trained yet: no number to expect.
 
     `python -m gattn train --preset base`
     """

@@ -1,7 +1,8 @@
 """Every variant by name: a dict of ModelConfig fields. One more variant is one more line here.
 
 `gattn train --gate NAME` applies one, `--gate g1_headwise+g2_elementwise` several. Positions: g1 SDPA output, g2 value,
-g3 key, g4 query, g5 after W_O (paper Fig. 1). Numbers after # are the paper's rows (T1 = Table 1 and so on).
+g3 key, g4 query, g5 after W_O (paper Fig. 1). Numbers after # are the paper's rows (T1 = Table 1 and so on); row 4 of
+Table 1, four more experts, needs a mixture-of-experts model, which gattn does not have yet.
 """
 
 from typing import Any
