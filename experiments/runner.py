@@ -29,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gattn.config import Config, ConfigError, home, override, to_json
+from gattn.metrics import write_atomically
 
 POLL_S = 0.2
 PLAIN_EVERY_S = 60.0  # between progress lines where there is no terminal to redraw
@@ -163,7 +164,7 @@ class _Job:
             if not _try_lock(log.fileno()) or _held(folder / "lock"):
                 self.state = "elsewhere"
                 return
-            _write(folder / "config.json", to_json(self.run.config))
+            write_atomically(folder / "config.json", to_json(self.run.config))
             words = command(self.run)
             log.write(f"# {datetime.now().isoformat(timespec='seconds')} start: {' '.join(words)}\n")
             log.flush()
@@ -419,9 +420,3 @@ def _last_lines(path: Path, count: int) -> list[str]:
             return file.read().decode(errors="replace").splitlines()[-count:]
     except FileNotFoundError:
         return []
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text)
-    os.replace(part, path)

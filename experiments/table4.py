@@ -1,8 +1,8 @@
 """The paper's Table 4 on a CPU: gate, attention sink, activations, loss, with the published numbers beside ours.
 
 `python -m experiments.table4 --scale demo` (what `make demo` calls) trains bench A in seven variants, head sharing on
-bench B and a short pair of language models, in under 15 minutes on 2 cores; `--scale cpu` adds the other variants of
-bench B, the rivals and language models at equal parameters, about 45 minutes. Both share runs and repeat none.
+bench B and a short pair of language models, in 15 to 20 minutes on 2 cores; `--scale cpu` adds the other variants of
+bench B, the rivals and language models at equal parameters, about 50 minutes in all. They share runs, repeat none.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Args:
     """Trains what is missing and prints Table 4."""
 
     scale: Literal["demo", "cpu"] = "demo"
-    """demo: under 15 minutes on 2 cores; cpu: everything, about 45."""
+    """demo: 15 to 20 minutes on 2 cores; cpu: everything, about 50."""
     seeds: int = 3
     """Seeds per variant (the language models of demo have one)."""
     workers: int | None = None
