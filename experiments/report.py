@@ -20,7 +20,7 @@ from rich.console import Console
 from experiments import plots
 from experiments.render import Block, Bullets, Grid, Heading, Image, Text, html, markdown, terminal
 from experiments.runner import Run
-from gattn.config import home
+from gattn.files import home
 
 Result = dict[str, Any]
 Finding = Callable[["Measured"], str]

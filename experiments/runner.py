@@ -28,8 +28,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gattn.config import Config, ConfigError, home, override, to_json
-from gattn.metrics import write_atomically
+from gattn.config import Config, ConfigError, override, to_json
+from gattn.files import cache, run_directory, write_atomically
 
 POLL_S = 0.2
 PLAIN_EVERY_S = 60.0  # between progress lines where there is no terminal to redraw
@@ -48,7 +48,7 @@ class Run:
     @property
     def folder(self) -> Path:
         """Where it lives; the same for every sweep with this config."""
-        return home() / "runs" / self.config.run_name
+        return run_directory(self.config)
 
     @property
     def name(self) -> str:
@@ -301,7 +301,7 @@ def _environment(accelerator: bool, workers: int) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[1])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     env["GATTN_HOME"] = str(home().resolve())
-    env.setdefault("JAX_COMPILATION_CACHE_DIR", str((home() / "cache" / "jax").resolve()))
+    env.setdefault("JAX_COMPILATION_CACHE_DIR", str((cache() / "jax").resolve()))
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     if accelerator:
         env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / workers:.2f}")

@@ -80,10 +80,10 @@ def dry_run(config: Config) -> int:
     """Prints what a run would be, without allocating it."""
     from rich.console import Console
 
-    from gattn import model, train
+    from gattn import files, model, train
 
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{config.run_name} -> {train.run_directory(config)}\n")
+    console.print(f"{config.run_name} -> {files.run_directory(config)}\n")
     for name, shape in model.param_shapes(config.model).items():
         console.print(f"  {name:40} {shape}")
     counts, memory = train.describe_model(config), train.memory_estimate(config)

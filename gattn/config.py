@@ -13,13 +13,11 @@ import functools
 import hashlib
 import json
 import math
-import os
 import sys
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
@@ -314,11 +312,6 @@ class Config:
         """Folder name of the run: source, variant, seed and fingerprint; the same for every table that needs it."""
         source = self.data.source.rpartition(":")[2]
         return f"{source}-{self.model.label}-s{self.train.seed}-{self.fingerprint()[:10]}"[-120:]
-
-
-def home() -> Path:
-    """Where runs and caches live: $GATTN_HOME, or the working directory."""
-    return Path(os.environ.get("GATTN_HOME") or ".").expanduser()
 
 
 # ---- dicts and JSON ---------------------------------------------------------------------------------------------

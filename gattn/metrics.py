@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces the file at once: a reader, or a crash, sees the old text or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+from gattn.files import write_atomically
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

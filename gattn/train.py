@@ -25,11 +25,12 @@ from rich.console import Console
 
 from gattn import __version__, model, optim, probes
 from gattn.checkpoint import Checkpoints
-from gattn.config import Config, ModelConfig, from_dict, home, to_json
+from gattn.config import Config, ModelConfig, from_dict, to_json
 from gattn.data.loader import Source, open_source
+from gattn.files import run_directory, write_atomically
 from gattn.kernels.api import choose_implementation
 from gattn.loss import cross_entropy
-from gattn.metrics import MetricsLog, ProgressLine, read_lines, write_atomically
+from gattn.metrics import MetricsLog, ProgressLine, read_lines
 
 CURVE_POINTS = 300  # at most this many points of the loss curve go into result.json
 
@@ -43,11 +44,6 @@ class State(NamedTuple):
 
     params: Any
     optimizer: Any
-
-
-def run_directory(config: Config) -> Path:
-    """Where this run lives: $GATTN_HOME/runs/<its name>."""
-    return home() / "runs" / config.run_name
 
 
 def train(config: Config, directory: Path | None = None, console: Console | None = None) -> dict[str, Any]:

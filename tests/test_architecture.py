@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[1]
 # A file of gattn imports only from rows above its own.
 ROWS = [
     ["gattn", "gattn.config"],
+    ["gattn.files"],
     ["gattn.sharding"],
     ["gattn.kernels", "gattn.kernels.masks"],
     ["gattn.kernels.tuning"],

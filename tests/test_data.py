@@ -216,18 +216,6 @@ def test_damaged_cache_is_rebuilt_and_said_so(damage, fresh_home, caplog, corpus
     assert {file: file.read_bytes() for file in sorted(fresh_home.rglob("*.*"))} == whole
 
 
-def test_writers_of_one_file_do_not_meet(tmp_path):
-    path = tmp_path / "file"
-
-    def write(file):
-        tokenizer_module._write(path, lambda inner: inner.write(b"whole"))  # another process, in the middle of this one
-        assert path.read_bytes() == b"whole"
-        file.write(b"whole")
-
-    tokenizer_module._write(path, write)
-    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("file", b"whole")]
-
-
 BUILD = """
 import hashlib, sys
 from pathlib import Path

@@ -13,7 +13,8 @@ from rich.console import Console
 from experiments import report, table4
 from experiments.report import Row, Section, Table
 from experiments.runner import Run, sweep
-from gattn.config import Config, GateSpec, home, override
+from gattn.config import Config, GateSpec, override
+from gattn.files import home
 
 # What each fake run measured, by label and seed.
 F_ATTN = {"baseline": (0.6, 0.7, 0.5), "gated": (0.02, 0.03, 0.01)}

@@ -1,6 +1,6 @@
 """Text to token ids and back, for the embedded corpus: byte-level BPE trained once and cached, or plain bytes.
 
-The cache lies under `home()/cache/corpus-<fingerprint>/`. Several processes may build it at once: the result does not
+The cache lies under `files.cache()/corpus-<fingerprint>/`. Several processes may build it at once: the result does not
 depend on who wins, and each file appears whole or not at all. A file that cannot be used is rebuilt with a warning.
 The Rust threads of `tokenizers` run only while a cache file is built; worker processes are spawned, never forked.
 """
@@ -8,9 +8,8 @@ The Rust threads of `tokenizers` run only while a cache file is built; worker pr
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
-import os
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +21,8 @@ import tokenizers
 from jaxtyping import Int
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from gattn.config import home
 from gattn.data.corpus import Corpus
+from gattn.files import cache, write_atomically
 
 BOS = "<|bos|>"
 
@@ -83,7 +82,7 @@ def open_tokenizer(kind: Literal["bpe", "bytes"], vocab_size: int, corpus: Corpu
             _log.warning("%s cannot be used (%s): training the tokenizer again", path, error)
     _log.info("training a BPE tokenizer of %d entries on the corpus (once)", vocab_size)
     model = _train_bpe([document.text for document in corpus.train], vocab_size)
-    _write(path, lambda file: file.write(model.to_str().encode()))
+    write_atomically(path, model.to_str())
     return _bpe(model, vocab_size)
 
 
@@ -97,7 +96,9 @@ def token_stream(tokenizer: Tokenizer, corpus: Corpus, split: Literal["train", "
         except Exception as error:  # a damaged header fails in many ways
             _log.warning("%s cannot be used (%s): encoding the corpus again", path, error)
     stream = _encode_documents(tokenizer, [document.text for document in documents])
-    _write(path, lambda file: np.save(file, stream))
+    buffer = io.BytesIO()
+    np.save(buffer, stream)
+    write_atomically(path, buffer.getvalue())
     return _load_stream(path, tokenizer, len(documents))
 
 
@@ -161,18 +162,4 @@ def _load_stream(path: Path, tokenizer: Tokenizer, num_documents: int) -> np.nda
 
 
 def _cache_folder(corpus: Corpus) -> Path:
-    return home() / "cache" / f"corpus-{corpus.fingerprint}"
-
-
-def _write(path: Path, write: Callable) -> None:
-    """Readers see the old file or the whole new one, never a part, whoever else writes at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        with part.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    return cache() / f"corpus-{corpus.fingerprint}"

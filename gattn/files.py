@@ -1,0 +1,84 @@
+"""Where things live, on a disk or in a bucket (`gs://`), and writes that a crash cannot leave half done.
+
+A bucket's objects are written whole and can neither be appended to nor renamed; whatever needs a real file (locks,
+caches, memory maps, ArrayRecord readers) stays on the local disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from gattn.config import Config
+
+
+def as_path(text: str | os.PathLike[str]) -> Path:
+    """A `pathlib.Path`, or for `gs://bucket/...` an `etils.epath.Path`, which reads and writes like one."""
+    if "://" not in os.fspath(text):
+        return Path(text).expanduser()
+    from etils import epath
+
+    path: Any = epath.Path(text)
+    return path
+
+
+def is_local(path: Path) -> bool:
+    """Whether the path is on a disk of this machine: it can be appended to, renamed, locked and mapped into memory."""
+    return isinstance(path, Path)
+
+
+def home() -> Path:
+    """Where runs, data and caches live: $GATTN_HOME, or the working directory."""
+    return as_path(os.environ.get("GATTN_HOME") or ".")
+
+
+def cache() -> Path:
+    """Local folder for what can be made again: `cache/` at home, or `~/.cache/gattn` where home is a bucket."""
+    if is_local(home()):
+        return home() / "cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gattn"
+
+
+def run_directory(config: Config) -> Path:
+    """Where a run lives: `runs/<its name>` at home."""
+    return home() / "runs" / config.run_name
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replaces the file at once: a reader, a second writer or a crash sees the old content or the new."""
+    data = content.encode() if isinstance(content, str) else content
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not is_local(path):
+        path.write_bytes(data)  # an object appears whole
+        return
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def local_copy(path: Path, identity: str) -> Path:
+    """The file itself where it is local, else a copy in the cache, fetched once for its `identity` (a hash, a size)."""
+    if is_local(path):
+        return path
+    name = hashlib.sha256(f"{path} {identity}".encode()).hexdigest()[:16]
+    copy = cache() / "fetched" / f"{name}-{path.name}"
+    if not copy.exists():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        part = copy.with_name(f"{copy.name}.{uuid.uuid4().hex}.part")
+        try:
+            with path.open("rb") as source, part.open("wb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            os.replace(part, copy)
+        finally:
+            part.unlink(missing_ok=True)
+    return copy
