@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gattn.config import Config, ConfigError, override, to_json
-from gattn.files import cache, run_directory, write_atomically
+from gattn.files import cache, home, is_local, run_directory, write_atomically
 
 POLL_S = 0.2
 PLAIN_EVERY_S = 60.0  # between progress lines where there is no terminal to redraw
@@ -117,6 +117,8 @@ def run_all(
     Raises:
       ValueError: where two different configs share label and seed, or a folder holds another config's result.
     """
+    if not is_local(home()):
+        raise ConfigError("GATTN_HOME", str(home()), "a sweep watches logs and locks: give it a folder on a disk")
     jobs = _jobs(runs)
     if any(job.state == "waiting" for job in jobs.values()):
         accelerator = _has_accelerator()

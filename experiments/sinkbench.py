@@ -188,14 +188,16 @@ def _source(language: Language, config: Config) -> Source:
         fingerprint=language.fingerprint,
         vocab_size=VOCAB + 1,
         train=functools.partial(_train, language, config.train.seed, batch_size),
-        held_out=held_out,
+        held_out={"held-out": held_out},
         token_bytes=None,
         bayes_loss=float(nll.mean()),
         decode_tokens=lambda ids: [_label(language, int(i)) for i in ids],
     )
 
 
-def _train(language: Language, seed: int, batch_size: int, step: int) -> Iterator[Batch]:
+def _train(
+    language: Language, seed: int, batch_size: int, step: int, rows: slice = slice(None)
+) -> Iterator[Batch]:
     steps_at_once = max(1, ROWS_AT_ONCE // batch_size)
     bits = np.random.PCG64(seed + 1)  # what default_rng(seed + 1) draws from
     bits.advance(step * LENGTH * batch_size)  # random() takes one state per number
@@ -204,7 +206,7 @@ def _train(language: Language, seed: int, batch_size: int, step: int) -> Iterato
         uniforms = rng.random((steps_at_once, LENGTH, batch_size))
         tokens, _ = language.speak(uniforms.transpose(1, 0, 2).reshape(LENGTH, -1))
         for i in range(steps_at_once):
-            yield _batch(tokens[i * batch_size : (i + 1) * batch_size])
+            yield _batch(tokens[i * batch_size : (i + 1) * batch_size][rows])
 
 
 def _batch(tokens: Int[np.ndarray, "B T+1"]) -> Batch:

@@ -1,8 +1,12 @@
 """The command line: `python -m gattn train --help`."""
 
 import argparse
+import glob
 import importlib
 import json
+import os
+import shlex
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +16,13 @@ from typing import Annotated
 import tyro
 
 from gattn.config import Config, ConfigError, from_dict, is_import_path
+from gattn.files import as_path, cache, home
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code. What a user can get wrong is one line on stderr and exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
-    commands = {"train": train_command}
+    commands = {"train": train_command, "probe": probe_command, "prepare": prepare_command}
     if not argv or argv[0] not in commands:
         print(
             f"usage: python -m gattn {{{','.join(commands)}}} ... (--help after a command explains it)", file=sys.stderr
@@ -53,10 +58,95 @@ def train_command(argv: list[str]) -> int:
         config_file: Annotated[str, tyro.conf.arg(name="config", help="A config.json, instead of a preset")] = ""
         gate: Annotated[str, tyro.conf.arg(help=f"One of {', '.join(VARIANTS)}; several joined by +")] = "baseline"
         dir: Annotated[str, tyro.conf.arg(help="The run's folder instead of $GATTN_HOME/runs/<name>")] = ""
+        profile: Annotated[str, tyro.conf.arg(help="Trace steps A to B-1 with JAX's profiler, A:B")] = ""
         dry_run: Annotated[bool, tyro.conf.arg(help="Show shapes, parameters, FLOPs and memory; train nothing")] = False
 
     given = tyro.cli(Train, default=Train(config), args=rest, prog="python -m gattn train")
-    return dry_run(given.config) if given.dry_run else _train(given.config, Path(given.dir) if given.dir else None)
+    if given.dry_run:
+        return dry_run(given.config)
+    return _train(given.config, as_path(given.dir) if given.dir else None, _steps(given.profile))
+
+
+def probe_command(argv: list[str]) -> int:
+    """Measures a run with every probe and writes the page."""
+
+    @dataclass(frozen=True)
+    class Probe:
+        """Looks inside a run: attention sinks, activations, gates; prints tables, writes probe.html and probe.json."""
+
+        run: Annotated[
+            tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help="Its folder, or its name below runs/")
+        ]
+        text: Annotated[
+            str, tyro.conf.arg(metavar="FILE", help="UTF-8 text to measure on instead of the held-out data")
+        ] = ""
+        layers: Annotated[tuple[int, ...], tyro.conf.arg(help="Layers, from 0, whose attention maps are shown")] = ()
+        step: Annotated[int | None, tyro.conf.arg(help="The checkpoint's step instead of the newest")] = None
+
+    given = tyro.cli(Probe, args=argv, prog="python -m gattn probe")
+    from gattn import inspection, train
+
+    run, text = inspection.find_run(given.run), as_path(given.text) if given.text else None
+    try:
+        page = inspection.inspect(run, text=text, layers=given.layers or None, step=given.step)
+    except train.TrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{page}")
+    return 0
+
+
+def prepare_command(argv: list[str]) -> int:
+    """Tokenises users' files for training."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+
+    @dataclass(frozen=True)
+    class Prepare:
+        """Tokenises files for training; the same command goes on where an interrupted one stopped."""
+
+        files: Annotated[
+            tyro.conf.Positional[tuple[str, ...]],
+            tyro.conf.arg(help="Text, JSONL, Parquet or ArrayRecord: paths, folders, globs"),
+        ]
+        tokenizer: Annotated[str, tyro.conf.arg(help="bpe (trained on the files), bytes, or a tokenizer.json")] = "bpe"
+        vocab_size: Annotated[int, tyro.conf.arg(help="Entries that bpe is trained to")] = 4096
+        bos: Annotated[str, tyro.conf.arg(help="The tokenizer.json's special token that separates documents")] = ""
+        field: Annotated[str, tyro.conf.arg(help="Where JSON objects and Parquet tables keep the text")] = "text"
+        held_out: Annotated[float, tyro.conf.arg(help="Share of the documents kept from training")] = 0.05
+        workers: Annotated[int, tyro.conf.arg(help="Processes at work")] = cores
+        out: Annotated[str, tyro.conf.arg(help="A new folder, instead of $GATTN_HOME/data/<name of the first>")] = ""
+
+    given = tyro.cli(Prepare, args=argv, prog="python -m gattn prepare")
+    if not given.files:
+        raise ConfigError("files", (), "name the files to prepare: paths, folders, globs")
+    out = as_path(given.out) if given.out else home() / "data" / _data_name(given.files[0])
+    options = {k: v for k, v in vars(given).items() if k not in ("files", "out", "bos")}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        from rich.console import Console
+
+        from gattn.data.prepare import prepare
+
+        prepare(given.files, out, bos=given.bos or None, console=Console(soft_wrap=True, highlight=False), **options)
+    except KeyboardInterrupt:
+        print("\ninterrupted: the same command goes on where it stopped", file=sys.stderr)
+        return 130
+    index = json.loads((out / "index.json").read_bytes())
+    tokens, documents = index["tokens"], sum(index["documents"].values())
+    total = sum(tokens.values())
+    print(f"{out}: {total:,} tokens ({tokens['held_out']:,} held out) below {index['vocab_size']:,}")
+    print(f"  {documents:,} documents, {index['bytes'] / (total - documents):.2f} bytes per token")
+    if index["empty_documents"]:
+        print(f"  {index['empty_documents']:,} empty documents were left out")
+    print(f"python -m gattn train --data.source {shlex.quote(os.fspath(out))}")
+    return 0
+
+
+def _data_name(first: str) -> str:
+    """Names the folder after the first input: a file without its ending, a folder, or what holds a pattern."""
+    parts = [part for part in as_path(first).absolute().parts if not glob.has_magic(part)]
+    return Path(parts[-1]).stem or "data"
 
 
 def find_preset(name: str, presets: dict[str, Callable[[], Config]]) -> Config:
@@ -80,13 +170,13 @@ def dry_run(config: Config) -> int:
     """Prints what a run would be, without allocating it."""
     from rich.console import Console
 
-    from gattn import files, model, train
+    from gattn import files, model, step
 
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{config.run_name} -> {files.run_directory(config)}\n")
     for name, shape in model.param_shapes(config.model).items():
         console.print(f"  {name:40} {shape}")
-    counts, memory = train.describe_model(config), train.memory_estimate(config)
+    counts, memory = step.describe_model(config), step.memory_estimate(config)
     console.print(f"\nparameters            {counts['params']:,}")
     console.print(f"  without embeddings  {counts['non_embedding_params']:,}")
     console.print(f"  of gates            {counts['gate_params']:,}")
@@ -106,11 +196,25 @@ def _read_config(path: Path) -> Config:
         raise ConfigError("config", str(path), f"not a readable JSON file: {error}") from error
 
 
-def _train(config: Config, directory: Path | None) -> int:
+def _steps(text: str) -> tuple[int, int] | None:
+    """Two steps from `A:B`, None from nothing."""
+    if not text:
+        return None
+    start, _, stop = text.partition(":")
+    if not (start.isdigit() and stop.isdigit() and int(start) < int(stop)):
+        raise ConfigError("profile", text, "give two steps, the first and the one after the last: 10:15")
+    return int(start), int(stop)
+
+
+def _train(config: Config, directory: Path | None, profile: tuple[int, int] | None) -> int:
+    import jax
+
     from gattn import train
 
+    if not jax.config.jax_compilation_cache_dir:  # a run that goes on need not compile again
+        jax.config.update("jax_compilation_cache_dir", str((cache() / "jax").absolute()))
     try:
-        result = train.train(config, directory)
+        result = train.train(config, directory, profile=profile)
     except train.TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -120,7 +224,13 @@ def _train(config: Config, directory: Path | None) -> int:
     if measured["bits_per_byte"] is not None:
         line += f", {measured['bits_per_byte']:.4f} bits per byte"
     print(line)
+    for name, one in measured["sets"].items() if len(measured["sets"]) > 1 else ():
+        print(f"  {name}: loss {one['loss']:.4f}, perplexity {one['perplexity']:.2f}")
     print(f"F-Attn {result['probes']['f_attn']:.4f} (uniform attention gives {result['probes']['f_attn_floor']:.4f})")
+    spikes, speed = result["spikes"], result["time"]
+    print(
+        f"{spikes['count']} loss spikes, {speed['tokens_per_s']:,.0f} tokens/s, {speed['train_s']:,.0f} s of training"
+    )
     return 0
 
 

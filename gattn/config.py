@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 import sys
 import types
 import typing
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound="DataclassInstance")
 SCHEMA = 1  # part of every fingerprint; raise it when a change of code changes what an unchanged config computes
 
+COSMETIC = {"cosmetic": True}  # changes nothing that is trained or measured in the end: never in the fingerprint
+ADDED = {"added": True}  # came later: in the fingerprint only where it is not the default, so older runs keep theirs
+
 Position = Literal["g1", "g2", "g3", "g4", "g5"]
 Activation = Literal["sigmoid", "silu", "ns_sigmoid", "identity", "two_sigmoid"]
 
@@ -36,6 +40,9 @@ class ConfigError(ValueError):
     def __init__(self, field: str, value: Any, remedy: str):
         super().__init__(f"{field} = {value!r}: {remedy}")
         self.field, self.value, self.remedy = field, value, remedy
+
+    def __reduce__(self):  # worker processes send it whole
+        return ConfigError, (self.field, self.value, self.remedy)
 
 
 @dataclass(frozen=True)
@@ -204,9 +211,11 @@ class DataConfig:
     """Where token sequences come from and how they are batched."""
 
     source: str = "corpus"
-    """`corpus` (Python's standard library, embedded) or `package.module:function`, which takes the Config."""
+    """`corpus` (Python's standard library, embedded), folders made by `python -m gattn prepare`, with weights where
+    there are several (`data/web=0.7,data/code=0.3`), or `package.module:function`, which takes the Config."""
     tokenizer: Literal["bpe", "bytes"] = "bpe"
-    """bpe is trained once on the corpus to model.vocab_size entries; bytes uses 257 of them."""
+    """Of the embedded corpus: bpe is trained once on it to model.vocab_size entries, bytes uses 257 of them. Prepared
+    folders bring their own."""
     seq_len: int = 256
     """T: input positions per sequence, BOS included."""
     batch_size: int = 16
@@ -214,25 +223,50 @@ class DataConfig:
     attend_across_documents: bool = False
     """Let attention cross the document borders inside a window."""
     eval_sequences: int = 128
-    """Held-out sequences per evaluation."""
+    """Held-out sequences per evaluation, of each prepared folder."""
+    workers: int = field(default=1, metadata=COSMETIC)
+    """Threads that read batches ahead (0: the loop reads them itself); cannot change a batch."""
 
     def __post_init__(self):
         _check_types(self)
         _at_least(self, 1, "batch_size", "eval_sequences")
         _at_least(self, 2, "seq_len")
+        _at_least(self, 0, "workers")
         if self.source != "corpus" and not is_import_path(self.source):
-            raise ConfigError("source", self.source, "use 'corpus' or an import path 'package.module:function'")
+            self.mixture()
+
+    def mixture(self) -> dict[str, float]:
+        """Prepared folder -> weight (they sum to 1), where `source` names folders: `a` or `a=0.7,b=0.3`."""
+        out: dict[str, float] = {}
+        for part in self.source.split(","):
+            folder, given, weight = part.strip().rpartition("=")
+            folder, weight = (folder, weight) if given else (weight, "1")
+            try:
+                out[folder] = float(weight)
+            except ValueError:
+                out[folder] = math.nan
+            if not folder or not 0 < out[folder] < math.inf:
+                remedy = "use 'corpus', a prepared folder, 'FOLDER=0.7,FOLDER=0.3' or 'package.module:function'"
+                raise ConfigError("source", self.source, remedy)
+        if len(out) != self.source.count(",") + 1:
+            raise ConfigError("source", self.source, "names a folder twice: add its weights")
+        return {folder: weight / sum(out.values()) for folder, weight in out.items()}
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW with a linear warm-up and a schedule after it."""
 
     learning_rate: float = 3e-3
     """Peak, reached after warmup_steps."""
     final_learning_rate: float = 3e-4
-    """Reached by the cosine at the last step."""
+    """Reached at the last step (unused with schedule = constant)."""
     warmup_steps: int = 50
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = field(default="cosine", metadata=ADDED)
+    """After the warm-up: cosine or linear to final_learning_rate; constant; wsd (warm-up, stable, decay) stays at the
+    peak and falls linearly over the last decay_steps."""
+    decay_steps: int = field(default=0, metadata=ADDED)
+    """Length of wsd's decay."""
     weight_decay: float = 0.1
     """On everything with two or more axes per layer; never on norms, biases and sink logits."""
     b1: float = 0.9
@@ -250,6 +284,9 @@ class OptimConfig:
                 raise ConfigError(name, getattr(self, name), "a decay rate lies in [0, 1)")
         if self.final_learning_rate > self.learning_rate:
             raise ConfigError("final_learning_rate", self.final_learning_rate, "must not exceed learning_rate")
+        if (self.schedule == "wsd") != (self.decay_steps > 0):
+            remedy = "the length of wsd's decay: at least 1 with optim.schedule = wsd, 0 with the others"
+            raise ConfigError("decay_steps", self.decay_steps, remedy)
 
 
 @dataclass(frozen=True)
@@ -261,17 +298,44 @@ class TrainConfig:
     """Seeds parameters and data order."""
     loss_chunk: int = 2048
     """Positions whose logits exist at the same time."""
-    log_every: int = field(default=10, metadata={"cosmetic": True})
-    """Steps between lines of metrics.jsonl."""
-    eval_every: int = field(default=250, metadata={"cosmetic": True})
+    accumulation: int = field(default=1, metadata=ADDED)
+    """Equal parts of the batch taken one after the other (memory); every token counts the same."""
+    z_loss: float = field(default=0.0, metadata=ADDED)
+    """Weight of the mean squared log-partition of the logits, added to what is minimised (PaLM: 1e-4)."""
+    ema_decay: float = field(default=0.0, metadata=ADDED)
+    """Decay of an average of the weights, which evaluation and probes then use; 0 keeps none."""
+    log_every: int = field(default=10, metadata=COSMETIC)
+    """Steps between lines of metrics.jsonl (each line holds every step's loss)."""
+    eval_every: int = field(default=250, metadata=COSMETIC)
     """Steps between evaluations on held-out data (also before the first step and after the last)."""
-    checkpoint_every: int = field(default=250, metadata={"cosmetic": True})
+    probe_every: int = field(default=0, metadata=COSMETIC)
+    """Steps between probes on one held-out batch while training; 0 probes only at the end."""
+    checkpoint_every: int = field(default=250, metadata=COSMETIC)
     """Steps between checkpoints (also after the last)."""
+    keep_last: int = field(default=2, metadata=COSMETIC)
+    """Newest checkpoints kept; two, so that a damaged one costs one interval."""
+    keep_every: int = field(default=0, metadata=COSMETIC)
+    """Checkpoints whose step is a multiple of this are kept for good; 0 keeps none."""
+    keep_best: bool = field(default=False, metadata=COSMETIC)
+    """Keep the checkpoint with the lowest held-out loss."""
+    tensorboard: bool = field(default=True, metadata=COSMETIC)
+    """Write TensorBoard events into the run's folder."""
+    wandb: str = field(default="", metadata=COSMETIC)
+    """Weights & Biases project to report to; empty reports nowhere."""
 
     def __post_init__(self):
         _check_types(self)
-        _at_least(self, 1, "steps", "loss_chunk", "log_every", "eval_every", "checkpoint_every")
-        _at_least(self, 0, "seed")
+        _at_least(self, 1, "steps", "loss_chunk", "accumulation", "log_every", "eval_every", "checkpoint_every")
+        _at_least(self, 1, "keep_last")
+        _at_least(self, 0, "seed", "z_loss", "ema_decay", "probe_every", "keep_every")
+        if self.ema_decay >= 1:
+            raise ConfigError("ema_decay", self.ema_decay, "a decay rate lies in [0, 1)")
+        if self.keep_every % self.checkpoint_every:
+            remedy = f"must be a multiple of checkpoint_every = {self.checkpoint_every}: others are never written"
+            raise ConfigError("keep_every", self.keep_every, remedy)
+        if self.keep_best and self.checkpoint_every % self.eval_every:
+            remedy = f"checkpoint_every = {self.checkpoint_every} must be a multiple of eval_every = {self.eval_every}"
+            raise ConfigError("keep_best", self.keep_best, remedy)
         if self.seed >= 2**32:
             raise ConfigError("seed", self.seed, "must be below 2**32: JAX takes 32 bits of it")
 
@@ -291,6 +355,12 @@ class Config:
             raise ConfigError(
                 "optim.warmup_steps", self.optim.warmup_steps, f"must be below train.steps = {self.train.steps}"
             )
+        if self.optim.warmup_steps + self.optim.decay_steps > self.train.steps:
+            remedy = f"warm-up and decay must fit into train.steps = {self.train.steps}"
+            raise ConfigError("optim.decay_steps", self.optim.decay_steps, remedy)
+        if self.data.batch_size % self.train.accumulation:
+            remedy = f"must divide data.batch_size = {self.data.batch_size}"
+            raise ConfigError("train.accumulation", self.train.accumulation, remedy)
         if self.model.position == "learned" and self.data.seq_len > self.model.max_seq_len:
             raise ConfigError(
                 "model.max_seq_len", self.model.max_seq_len, f"learned positions must cover seq_len {self.data.seq_len}"
@@ -303,15 +373,37 @@ class Config:
         kept: dict[str, Any] = {"schema": SCHEMA}
         for part in dataclasses.fields(self):
             section = getattr(self, part.name)
-            cosmetic = {f.name for f in dataclasses.fields(section) if f.metadata.get("cosmetic")}
-            kept[part.name] = {k: v for k, v in dataclasses.asdict(section).items() if k not in cosmetic}
+            left_out = {f.name for f in dataclasses.fields(section) if _left_out(f, getattr(section, f.name))}
+            kept[part.name] = {k: v for k, v in dataclasses.asdict(section).items() if k not in left_out}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
     @functools.cached_property
     def run_name(self) -> str:
         """Folder name of the run: source, variant, seed and fingerprint; the same for every table that needs it."""
-        source = self.data.source.rpartition(":")[2]
+        source = self.data.source
+        if is_import_path(source):
+            source = source.rpartition(":")[2]
+        elif source != "corpus":
+            names = [folder.rstrip("/").rpartition("/")[2] for folder in self.data.mixture()]
+            source = "+".join(re.sub(r"[^\w.]+", "-", name) for name in names)
         return f"{source}-{self.model.label}-s{self.train.seed}-{self.fingerprint()[:10]}"[-120:]
+
+
+def differences(old: Config, new: Config) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
+    """Dotted field -> (old, new) where two configs differ: what changes a run's mathematics, and what does not."""
+    mathematical: dict[str, tuple[Any, Any]] = {}
+    cosmetic: dict[str, tuple[Any, Any]] = {}
+    for part in dataclasses.fields(Config):
+        before, after = getattr(old, part.name), getattr(new, part.name)
+        for f in dataclasses.fields(before):
+            pair = getattr(before, f.name), getattr(after, f.name)
+            if pair[0] != pair[1]:
+                (cosmetic if f.metadata.get("cosmetic") else mathematical)[f"{part.name}.{f.name}"] = pair
+    return mathematical, cosmetic
+
+
+def _left_out(f: dataclasses.Field, value: Any) -> bool:
+    return bool(f.metadata.get("cosmetic") or (f.metadata.get("added") and value == f.default))
 
 
 # ---- dicts and JSON ---------------------------------------------------------------------------------------------

@@ -20,8 +20,11 @@ def as_path(text: str | os.PathLike[str]) -> Path:
     """A `pathlib.Path`, or for `gs://bucket/...` an `etils.epath.Path`, which reads and writes like one."""
     if "://" not in os.fspath(text):
         return Path(text).expanduser()
+    import fsspec
     from etils import epath
 
+    # A listing that is kept hides what others write later, and reads objects that grew at their old length.
+    fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
     path: Any = epath.Path(text)
     return path
 

@@ -104,30 +104,39 @@ class Attention(nnx.Module):
 
         spec = self._spec("g1")
         fused = spec is not None and gates.fuses(spec) and model.sdpa_transform == "none"
-        attended, lse = gated_dot_product_attention(
-            query,
-            key,
-            value,
-            gate=scores["g1"] if fused else None,
-            gate_activation=spec.activation if spec and fused else "sigmoid",
-            is_causal=True,
-            segment_ids=context.segment_ids,
-            sinks=self.sinks(),
-            implementation=None if model.attention == "auto" else model.attention,
-            return_residual=True,
-        )
+        attended, lse = self._attend(query, key, value, context, scores["g1"] if fused else None)
         if model.sdpa_transform == "rmsnorm":
             attended = rms_norm(attended, None, model.norm_eps)
         elif model.sdpa_transform == "silu":
             attended = jax.nn.silu(attended)
-        if not fused:
-            attended = self._gated("g1", attended, scores)
-        out = self._gated("g5", self.out(attended.reshape(*x.shape[:2], -1)), scores)
+        gated = attended if fused else self._gated("g1", attended, scores)
+        out = self._gated("g5", self.out(gated.reshape(*x.shape[:2], -1)), scores)
 
         aux: probes.Sums = {}
         if context.queries is not None:
             aux = self._probe(query, key, value, lse, scores, context.queries, context.segment_ids)
+            # A fused gate leaves no ungated output behind: only probes pay for computing it again.
+            before = self._attend(query, key, value, context, None)[0] if fused else attended
+            scaled = spec is not None and spec.op == "multiply"
+            aux["sdpa"] = probes.sdpa_sums(before, gated, context.queries.tokens, scaled=scaled)
         return out, aux
+
+    def _attend(self, query, key, value, context: Context, gate: Array | None) -> tuple[Array, Array]:
+        """Softmax attention and its log-sum-exp, with the g1 gate in it where it is fused."""
+        spec = self._spec("g1")
+        attended, lse = gated_dot_product_attention(
+            query,
+            key,
+            value,
+            gate=gate,
+            gate_activation="sigmoid" if spec is None or gate is None else spec.activation,
+            is_causal=True,
+            segment_ids=context.segment_ids,
+            sinks=self.sinks(),
+            implementation=None if self.model.attention == "auto" else self.model.attention,
+            return_residual=True,
+        )
+        return attended, lse
 
     def projections(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array, dict[str, Array]]:
         """Query, key and value before gates and norms, and each gate's scores by position."""
@@ -157,11 +166,11 @@ class Attention(nnx.Module):
         for spec in self.model.gates:
             values = gates.activate(spec, scores[spec.position])
             values = values[:, :, None] if spec.position == "g5" else values
-            aux["gates"][spec.position] = probes.gate_sums(values, spec.activation)
+            aux["gates"][spec.position] = probes.gate_sums(values, spec.activation, queries.tokens)
         one = slice(1), slice(MAP_LENGTH)  # causal, so the map of a sequence's beginning needs its beginning only
         segment_ids = None if segment_ids is None else segment_ids[one]
         maps = attention_maps(query[one], key[one], is_causal=True, segment_ids=segment_ids, sinks=self.sinks())
-        aux["map"] = maps[0].mean(axis=0)
+        aux["map"] = maps[0]
         return aux
 
 
@@ -184,5 +193,5 @@ class Block(nnx.Module):
         transformed = self.mlp(self.mlp_norm(hidden))
         hidden = hidden + (self.mlp_out_norm(transformed) if self.model.sandwich_norm else transformed)
         if context.queries is not None:
-            aux |= probes.hidden_sums(hidden)
+            aux |= probes.hidden_sums(hidden, context.queries.tokens)
         return hidden, aux

@@ -1,23 +1,109 @@
-"""What a run writes and shows: metrics.jsonl, result.json, and a progress line."""
+"""What a run writes and shows while it trains: metrics, TensorBoard and W&B, loss spikes, a progress line."""
 
+import collections
 import json
 import math
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from gattn.files import write_atomically
+from gattn.config import Config, to_json
+from gattn.files import is_local, write_atomically
+
+PART_LINES = 2000  # of metrics, where a file cannot be appended to
+
+# Dense bfloat16 FLOP/s of one device by `jax.Device.device_kind`, from the vendors' data sheets.
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU7x": 2307e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L4": 121e12,
+}
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSONL file; a last line that a crash cut short is left out."""
-    if not path.exists():
-        return []
+class Sink(Protocol):
+    """Where numbers go besides the log."""
+
+    def write(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def flops_utilisation(flops_per_token: float, tokens_per_s: float, device_kind: str, devices: int) -> float | None:
+    """MFU (PaLM, App. B): the model's own training FLOPs over the devices' bfloat16 peak, None where it is unknown."""
+    peak = PEAK_FLOPS.get(device_kind)
+    return None if peak is None else flops_per_token * tokens_per_s / (peak * devices)
+
+
+class SpikeCounter:
+    """Counts loss spikes, one loss a step.
+
+    A loss spikes when it lies more than `DEVIATIONS` standard deviations above the mean of the last `WINDOW` losses
+    that did not spike (at least `LEAST` of them). A spike is an event: it begins with such a loss and lasts until
+    `QUIET` losses in a row did not spike, so a jump, its tail, and a loss that never comes back are one spike each. The
+    share of spiking losses is what OLMo 2 (arXiv 2501.00656) calls the spike score, with its 7 deviations over 1000
+    steps made fit for runs of some hundred steps. A loss that is not finite spikes.
+    """
+
+    WINDOW, LEAST, QUIET, DEVIATIONS = 128, 32, 16, 6.0
+
+    def __init__(self, losses: Iterable[float] = ()):
+        self._calm: collections.deque[float] = collections.deque(maxlen=self.WINDOW)
+        self._seen = 0
+        self._last = -self.QUIET - 1
+        self.begins: list[int] = []
+        """Steps, from 1, at which a spike begins."""
+        self.spiking = 0
+        """Losses that spiked."""
+        for loss in losses:
+            self.add(loss)
+
+    def add(self, loss: float) -> bool:
+        """Takes the next step's loss; whether a spike begins with it."""
+        self._seen += 1
+        if not self._is_high(loss):
+            self._calm.append(loss)
+            return False
+        begins = self._seen - self._last > self.QUIET
+        self._last = self._seen
+        self.spiking += 1
+        if begins:
+            self.begins.append(self._seen)
+        return begins
+
+    def _is_high(self, loss: float) -> bool:
+        if not math.isfinite(loss):
+            return True
+        if len(self._calm) < self.LEAST:
+            return False
+        mean = sum(self._calm) / len(self._calm)
+        variance = sum((x - mean) ** 2 for x in self._calm) / len(self._calm)
+        return loss - mean > self.DEVIATIONS * math.sqrt(variance)
+
+    def summary(self) -> dict[str, Any]:
+        """The count, where each begins, and the share of losses that spiked."""
+        return {"count": len(self.begins), "steps": self.begins, "share": self.spiking / max(self._seen, 1)}
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """Every complete line of a run's metrics, in order; a last line that a crash cut short is left out."""
+    files = [directory / "metrics.jsonl"] if is_local(directory) else sorted(directory.glob("metrics-*.jsonl"))
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in dict.fromkeys(t for file in files if file.exists() for t in file.read_text().splitlines()):
         try:
             lines.append(json.loads(text))
         except json.JSONDecodeError:
@@ -26,21 +112,100 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """Appends one JSON object a line to metrics.jsonl. Opened at a step, it drops lines beyond it: they are redone."""
+    """One JSON object a line: appended to metrics.jsonl, or in a bucket, whose objects cannot be appended to, in parts
+    `metrics-<number>.jsonl` that are written whole at every `flush`. Opened at a step, it drops lines beyond it: they
+    are redone."""
 
-    def __init__(self, path: Path, step: int):
-        kept = [line for line in read_lines(path) if line["step"] <= step]
-        self.evaluated = {line["step"] for line in kept if "eval_loss" in line}
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long as the run
+    def __init__(self, directory: Path, step: int, sinks: Sequence[Sink] = ()):
+        kept = [line for line in read_metrics(directory) if line["step"] <= step]
+        self.evaluated = {line["step"]: line for line in kept if "eval_loss" in line}
+        losses = (x for line in kept for x in line.get("losses", ()))
+        self.losses: list[float] = [math.nan if x is None else x for x in losses]
+        """The loss of every step so far."""
+        self._directory, self._sinks = directory, sinks
+        self._lines = [json.dumps(line) + "\n" for line in kept]
+        self._file = None
+        if is_local(directory):
+            path = directory / "metrics.jsonl"
+            write_atomically(path, "".join(self._lines))
+            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long as the run
+            return
+        self._part = 0
+        old = sorted(directory.glob("metrics-*.jsonl"))
+        self.flush()
+        for path in old[1:]:
+            path.unlink()
 
-    def write(self, **values: Any) -> None:
-        """One line; numbers that are not finite are written as null, so that every line is JSON."""
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.write(json.dumps(clean) + "\n")
+    def write(self, step: int, losses: Sequence[float] = (), **values: Any) -> None:
+        """One line: `losses` are those of the steps since the line before. What is not finite is written as null, so
+        that every line is JSON."""
+        self.losses += losses
+        line = {"step": step, **values, **({"losses": list(losses)} if losses else {})}
+        if "eval_loss" in line:
+            self.evaluated[step] = line
+        text = json.dumps(_strict(line)) + "\n"
+        if self._file:
+            self._file.write(text)
+        else:
+            self._lines.append(text)
+        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
+        for sink in self._sinks:
+            sink.write(step, numbers)
+
+    def flush(self) -> None:
+        """Writes what only memory holds yet."""
+        if self._file or not self._lines:
+            return
+        write_atomically(self._directory / f"metrics-{self._part:06d}.jsonl", "".join(self._lines))
+        if len(self._lines) >= PART_LINES:
+            self._part, self._lines = self._part + 1, []
 
     def close(self) -> None:
-        self._file.close()
+        self.flush()
+        if self._file:
+            self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+
+class TensorBoard:
+    """Events below `directory`; those beyond `step` are marked as redone."""
+
+    def __init__(self, directory: Path, step: int):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=step + 1, flush_secs=10, filename_suffix=f".{step}")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A Weights & Biases run of the same name, which goes on when the run does."""
+
+    def __init__(self, project: str, config: Config):
+        import wandb
+
+        values, name = json.loads(to_json(config)), config.run_name
+        self._run = wandb.init(project=project, id=name, name=name, config=values, resume="allow")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _strict(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class ProgressLine:
@@ -72,7 +237,7 @@ class ProgressLine:
 
     def note(self, text: str) -> None:
         """A line of its own above the bar."""
-        self._console.print(text)
+        self._console.print(text, highlight=False)
 
     def stop(self) -> None:
         self._bar.stop()

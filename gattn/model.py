@@ -42,7 +42,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], probes.Sums]:
         """Final hidden states (normalised, before the output matrix) and, with `probe`, the sums of every probe.
 
-        The probes' `layers` also hold `map` [L, M, M]: attention of the batch's first M tokens, mean over heads.
+        The probes' `layers` also hold `map` [L, N, M, M]: attention of the first sequence's first M tokens, per head.
         """
         model = self.model
         hidden = self.embedding[...].astype(model.dtype)[tokens]

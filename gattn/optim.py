@@ -1,4 +1,4 @@
-"""AdamW with linear warm-up, cosine decay, and decay only where there is a matrix."""
+"""AdamW with linear warm-up, four schedules, and weight decay only where there is a matrix."""
 
 import jax
 import optax
@@ -10,15 +10,18 @@ NEVER_DECAYED = "bias"
 
 
 def learning_rate(config: Config) -> optax.Schedule:
-    """Step (from 0) -> learning rate: linear from 0 to the peak, then a cosine that ends at the last step."""
+    """Step (from 0) -> learning rate: linear from 0 to the peak, then `optim.schedule`, which ends at the last step."""
     optim = config.optim
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=optim.learning_rate,
-        warmup_steps=optim.warmup_steps,
-        decay_steps=config.train.steps,
-        end_value=optim.final_learning_rate,
-    )
+    peak, final = optim.learning_rate, optim.final_learning_rate
+    left = config.train.steps - optim.warmup_steps
+    after = {
+        "cosine": lambda: optax.cosine_decay_schedule(peak, left, alpha=final / peak),
+        "linear": lambda: optax.linear_schedule(peak, final, left),
+        "constant": lambda: optax.constant_schedule(peak),
+        "wsd": lambda: optax.linear_schedule(peak, final, optim.decay_steps, left - optim.decay_steps),
+    }[optim.schedule]()
+    warmup = optax.linear_schedule(0.0, peak, optim.warmup_steps)
+    return optax.join_schedules([warmup, after], [optim.warmup_steps])
 
 
 def decay_mask(params):

@@ -1,84 +1,152 @@
-"""One run: from a Config to a folder with config.json, metrics.jsonl, checkpoints/ and result.json.
+"""One run: from a Config to a folder with config.json, metrics, events, checkpoints/ and result.json.
 
 A finished run is not trained again, one that was cut goes on from its newest checkpoint, and a lock keeps two processes
 from training the same run. Batches are addressed by step, so a checkpoint needs no iterator state.
 """
 
-import contextlib
-import fcntl
+import importlib.util
 import json
 import math
 import platform
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from rich.console import Console
 
-from gattn import __version__, model, optim, probes
-from gattn.checkpoint import Checkpoints
-from gattn.config import Config, ModelConfig, from_dict, to_json
+from gattn import __version__, metrics, model, probes
+from gattn.checkpoint import CheckpointError, Checkpoints, Restored
+from gattn.config import Config, ConfigError, from_dict, to_json
 from gattn.data.loader import Source, open_source
-from gattn.files import run_directory, write_atomically
+from gattn.files import is_local, run_directory, write_atomically
+from gattn.guard import TrainingError, claim, lock, signals
 from gattn.kernels.api import choose_implementation
-from gattn.loss import cross_entropy
-from gattn.metrics import MetricsLog, ProgressLine, read_lines
+from gattn.step import METRICS, State, abstract_state, describe_model, eval_step, new_state, train_step
 
 CURVE_POINTS = 300  # at most this many points of the loss curve go into result.json
 
 
-class TrainingError(RuntimeError):
-    """A run that cannot go on; the message says why and what to do."""
-
-
-class State(NamedTuple):
-    """Everything that training changes."""
-
-    params: Any
-    optimizer: Any
-
-
-def train(config: Config, directory: Path | None = None, console: Console | None = None) -> dict[str, Any]:
+def train(
+    config: Config,
+    directory: Path | None = None,
+    console: Console | None = None,
+    *,
+    profile: tuple[int, int] | None = None,
+) -> dict[str, Any]:
     """Trains the run to its end, or goes on with it, and returns the contents of its result.json.
+
+    Args:
+      directory: the run's folder, local or in a bucket; by default `files.run_directory(config)`.
+      profile: first step and step after the last of a profiler trace, written to `profile/`.
 
     Raises:
       ConfigError: the data do not fit the config.
-      TrainingError: another process trains this run, its folder holds another config, or the loss is not finite.
-      SystemExit: 143 or 130 after a SIGTERM or Ctrl-C that left a checkpoint.
+      TrainingError: another process trains this run, its folder holds another config or data, its checkpoints cannot be
+        read or written, or loss or gradient are not finite.
+      SystemExit: 143 or 130 after a SIGTERM or Ctrl-C; training goes on from the checkpoint that was left.
     """
     directory = directory or run_directory(config)
     console = console or Console()
-    with _lock(directory):
-        _claim(directory, config)
-        if (directory / "result.json").exists():
-            console.print(f"finished before: {directory}")
-            return json.loads((directory / "result.json").read_text(encoding="utf-8"))
-        with Checkpoints(directory / "checkpoints") as checkpoints:
-            result = _Run(config, directory, checkpoints, console).finish()
-        write_atomically(directory / "result.json", json.dumps(result, allow_nan=False))
+    if jax.process_count() > 1:
+        raise TrainingError(f"{jax.process_count()} processes: training on several hosts is not there yet")
+    if config.train.wandb and importlib.util.find_spec("wandb") is None:
+        remedy = "wandb is not installed: pip install wandb, or leave it empty"
+        raise ConfigError("train.wandb", config.train.wandb, remedy)
+    with signals() as interrupted:
+        source = open_source(config)  # says what is wrong with the data before anything is written
+        if stopping := interrupted():
+            raise SystemExit(128 + stopping)
+        with lock(directory):
+            claim(directory, config, console)
+            if (directory / "result.json").exists():
+                console.print(f"finished before: {directory}", highlight=False)
+                result = json.loads((directory / "result.json").read_text())
+                _same_data(directory, result["data"]["fingerprint"], source)
+                return result
+            try:
+                with Checkpoints(directory / "checkpoints", config.train) as checkpoints:
+                    result = _Run(config, directory, source, checkpoints, console, interrupted, profile).finish()
+                write_atomically(directory / "result.json", json.dumps(result, allow_nan=False))
+            except CheckpointError as error:
+                raise TrainingError(str(error)) from error
+            except OSError as error:  # a full disk, above all
+                raise TrainingError(f"{error}. The same command goes on from the last checkpoint") from error
         return result
+
+
+class Loaded(NamedTuple):
+    """A run as far as it has come."""
+
+    config: Config
+    graph: nnx.GraphDef
+    params: Any
+    source: Source
+    step: int
+
+
+def load(directory: Path, step: int | None = None) -> Loaded:
+    """A run's weights (their average where one is kept) from its newest readable checkpoint, or the one of `step`.
+
+    Raises:
+      ConfigError: no run there, or no such checkpoint.
+      TrainingError: the checkpoints, or the data, are not what they were.
+    """
+    path = directory / "config.json"
+    if not path.exists():
+        raise ConfigError("run", str(directory), "no run there: it has no config.json")
+    config = from_dict(Config, json.loads(path.read_text()))
+    source, like = open_source(config), abstract_state(config)
+    with Checkpoints(directory / "checkpoints") as checkpoints:
+        if not checkpoints.steps:
+            raise ConfigError("run", str(directory), "has no checkpoint yet: train it first")
+        if step is not None and step not in checkpoints.steps:
+            raise ConfigError("step", step, f"has no checkpoint; there are {checkpoints.steps}")
+        try:
+            found = (
+                checkpoints.restore(step, like) if step is not None else _newest(checkpoints, like, lambda text: None)
+            )
+        except CheckpointError as error:
+            raise TrainingError(str(error)) from error
+    assert found is not None
+    _same_data(directory, found.metadata["data"], source)
+    return Loaded(config, model.abstract(config.model)[0], found.state.weights, source, found.step)
+
+
+class _Interrupted(Exception):
+    """A signal arrived; raised only where the state is whole."""
 
 
 class _Run:
     """A run in progress."""
 
-    def __init__(self, config: Config, directory: Path, checkpoints: Checkpoints, console: Console):
-        self.config, self.directory, self.checkpoints = config, directory, checkpoints
-        self.source: Source = open_source(config)
-        self.graph, self.abstract = model.abstract(config.model)
-        self.step_fn = train_step(self.graph, config)
-        self.eval_fn = eval_step(self.graph, config)
+    def __init__(
+        self,
+        config: Config,
+        directory: Path,
+        source: Source,
+        checkpoints: Checkpoints,
+        console: Console,
+        interrupted: Callable[[], int | None],
+        profile: tuple[int, int] | None,
+    ):
+        self.config, self.directory, self.source, self.checkpoints = config, directory, source, checkpoints
+        self.interrupted, self.profile = interrupted, profile
+        self.graph = model.abstract(config.model)[0]
+        self.step_fn, self.eval_fn = train_step(self.graph, config), eval_step(self.graph, config)
+        self.probe_fn = eval_step(self.graph, config, probe=True)
+        self.progress = metrics.ProgressLine(config.train.steps, 0, console)
         self.state, self.step, self.seconds = self._start()
-        self.log = MetricsLog(directory / "metrics.jsonl", self.step)
-        self.progress = ProgressLine(config.train.steps, self.step, console)
+        self.log = metrics.MetricsLog(directory, self.step, self._sinks())
+        self.spikes = metrics.SpikeCounter(self.log.losses)
+        self.pending: tuple[int, jax.Array] | None = None
+        self.recent: list[float] = []  # losses since the last line of the log
+        self.mark = (self.step, time.monotonic())  # where the next interval's speed is measured from
+        self.flops_per_token = model.flops_per_token(config.model, config.data.seq_len)
         self.progress.note(f"{config.run_name}: {'from step ' + str(self.step) if self.step else 'new run'}")
         size, ffn = model.param_counts(config.model), config.model.ffn_width
         self.progress.note(
@@ -88,104 +156,178 @@ class _Run:
     def finish(self) -> dict[str, Any]:
         """Trains what is left, evaluates and probes; the result."""
         try:
-            with _signals() as interrupted:
-                self.loop(interrupted)
+            self.loop()
             evaluated, sums = self.evaluate(probe=True)
+            self.began = time.monotonic()  # which is no training
+            self.save()
+        except _Interrupted:
+            self.settle(write=True)
+            self.save()
+            self.progress.note(f"stopped at step {self.step}: the same command goes on from here")
+            raise SystemExit(128 + (self.interrupted() or signal.SIGTERM)) from None
         finally:
             self.log.close()
             self.progress.stop()
         return self.summary(evaluated, self.measure(sums))
 
-    def loop(self, interrupted: Callable[[], int | None]) -> None:
+    def loop(self) -> None:
         """Dispatches each step before the metrics of the one before are read, so the device never waits for Python."""
         train = self.config.train
         batches = self.source.train(self.step)
-        began, pending = time.monotonic(), None
-        mark = (self.step, began)
+        self.began = time.monotonic()
+        self.mark = (self.step, self.began)
         while self.step < train.steps:
+            self.pause()
             if self.step % train.eval_every == 0 and self.step not in self.log.evaluated:
-                if pending:
-                    self.report(*pending, mark)
-                    pending = None
+                self.settle()
                 self.evaluate()
-                mark = (self.step, time.monotonic())
-            self.state, metrics = self.step_fn(self.state, next(batches))
+            if train.probe_every and self.step % train.probe_every == 0:
+                self.probe()
+            if self.profile:
+                self.trace(*self.profile)
+            self.state, vector = self.step_fn(self.state, np.int32(self.step), next(batches))
             self.step += 1
-            if pending:
-                mark = self.report(*pending, mark)
-                pending = None
-            if self.step % train.log_every == 0 or self.step == train.steps:
-                pending = (self.step, metrics)
-            stopping = interrupted()
-            if stopping or self.step % train.checkpoint_every == 0 or self.step == train.steps:
-                if pending:
-                    mark = self.report(*pending, mark)
-                    pending = None
-                self.check(self.step, float(metrics["loss"]))
-                self.save(self.seconds + time.monotonic() - began)
-            if stopping:
-                self.progress.note(f"stopped at step {self.step}: the same command goes on from here")
-                raise SystemExit(128 + stopping)
-        self.seconds += time.monotonic() - began
+            self.settle()
+            self.pending = (self.step, vector)
+            if self.step % train.checkpoint_every == 0 and self.step < train.steps:
+                self.settle(write=True)
+                if self.step % train.eval_every == 0:
+                    self.evaluate()
+                self.save()
+        self.settle(write=True)
+        if self.profile:
+            self.trace(*self.profile)
+        self.tick()
 
-    def report(self, step: int, metrics: dict[str, Any], mark: tuple[int, float]) -> tuple[int, float]:
-        """Writes one step's metrics; returns where the next interval's speed is measured from."""
-        values = {name: float(value) for name, value in metrics.items()}
-        self.check(step, values["loss"])
+    def tick(self) -> None:
+        """Counts the time since the last call as training."""
         now = time.monotonic()
-        pace = (now - mark[1]) / (step - mark[0])
-        tokens_per_s = self.config.data.batch_size * self.config.data.seq_len / pace
-        self.log.write(step=step, **values, tokens_per_s=tokens_per_s)
-        self.progress.update(step, values["loss"], tokens_per_s, pace * (self.config.train.steps - step))
-        return step, now
+        self.seconds, self.began = self.seconds + now - self.began, now
 
-    def check(self, step: int, loss: float) -> None:
-        """Stops a run whose loss is not finite, before it overwrites a checkpoint."""
-        if not math.isfinite(loss):
-            raise TrainingError(f"step {step}: the loss is {loss}; lower optim.learning_rate or optim.clip_norm")
+    def pause(self) -> None:
+        """Where a signal may stop the run."""
+        if self.interrupted():
+            raise _Interrupted
 
-    def save(self, seconds: float) -> None:
-        """A checkpoint of this step."""
-        self.checkpoints.save(self.step, self.state, {"data": self.source.fingerprint, "seconds": seconds})
+    def settle(self, write: bool = False) -> None:
+        """Reads the metrics of the step dispatched before; a line of the log when one is due, or to `write`."""
+        if self.pending:
+            step, vector = self.pending
+            self.pending = None
+            *values, updates = np.asarray(vector).tolist()
+            named = dict(zip(METRICS, values, strict=True))
+            if int(updates) != step:
+                self.stop_at_bad_step(named)
+            self.recent.append(named["loss"])
+            if self.spikes.add(named["loss"]):
+                self.progress.note(f"step {step}: loss spike, {named['loss']:.4f}")
+            if write or step % self.config.train.log_every == 0:
+                self.report(step, named)
+        elif write and self.recent:
+            self.report(self.step, {})
+
+    def report(self, step: int, named: dict[str, float]) -> None:
+        """A line of the log and of the screen."""
+        now, tokens = time.monotonic(), self.config.data.batch_size * self.config.data.seq_len
+        pace = (now - self.mark[1]) / max(step - self.mark[0], 1)
+        speed = {"tokens_per_s": tokens / pace, "mfu": self.utilisation(tokens / pace)}
+        self.log.write(step, self.recent, **named, **{k: v for k, v in speed.items() if v is not None})
+        self.progress.update(step, self.recent[-1], tokens / pace, pace * (self.config.train.steps - step))
+        self.recent, self.mark = [], (step, now)
+
+    def utilisation(self, tokens_per_s: float) -> float | None:
+        """MFU of one device."""
+        return metrics.flops_utilisation(self.flops_per_token, tokens_per_s, jax.devices()[0].device_kind, 1)
+
+    def stop_at_bad_step(self, named: dict[str, float]) -> None:
+        """Keeps the state before the step that was not finite, and says where it went wrong."""
+        self.step = int(self.state.step)
+        batch = next(self.source.train(self.step))
+        sums = jax.device_get(self.probe_fn(self.state.params, batch)[2])
+        largest = sums["layers"]["m_act"] / sums["sequences"]
+        wrong = np.flatnonzero(~np.isfinite(largest))
+        layer = int(wrong[0]) if len(wrong) else int(largest.argmax())
+        found = f"layer {layer} of 0 to {len(largest) - 1}, mean over sequences of max |h| = {largest[layer]:.4g}"
+        if self.recent:
+            self.log.write(self.step, self.recent)
+        self.save()
+        raise TrainingError(
+            f"step {self.step + 1}: the loss is {named['loss']:.6g}, the gradient norm {named['grad_norm']:.6g}. "
+            f"{'First layer that is not finite' if len(wrong) else 'Largest activations'}: {found}. The state before "
+            f"this step is kept as checkpoint {self.step}; lower optim.learning_rate or optim.clip_norm in a new run"
+        )
+
+    def save(self) -> None:
+        """A checkpoint of this step, written while training goes on."""
+        self.tick()
+        self.log.flush()
+        loss = self.log.evaluated.get(self.step, {}).get("eval_loss")
+        metadata = {"data": self.source.fingerprint, "seconds": self.seconds}
+        self.checkpoints.save(self.step, self.state, metadata, loss)
 
     def evaluate(self, probe: bool = False) -> tuple[dict[str, Any], Any]:
         """Held-out loss and what follows from it, and with `probe` the sums of all probes over the held-out batches."""
-        evaluate = eval_step(self.graph, self.config, probe=True) if probe else self.eval_fn
-        total, tokens, size, sums = 0.0, 0, 0, None
-        for batch in self.source.held_out():
-            loss, count, aux = jax.device_get(evaluate(self.state.params, batch))
-            total, tokens = total + float(loss), tokens + int(count)
-            if self.source.token_bytes is not None:
-                size += int(self.source.token_bytes[batch["targets"][batch["targets"] >= 0]].sum())
-            if probe:
-                sums = aux if sums is None else add_sums(sums, aux)
-        self.check(self.step, total / tokens)
+        evaluate, params = self.probe_fn if probe else self.eval_fn, self.state.weights
+        by_set, sums = {}, None
+        for name, batches in self.source.held_out.items():
+            total, tokens, size = 0.0, 0, 0
+            for batch in batches():
+                self.pause()
+                loss, count, aux = jax.device_get(evaluate(params, batch))
+                total, tokens = total + float(loss), tokens + int(count)
+                if self.source.token_bytes is not None:
+                    size += int(self.source.token_bytes[batch["targets"][batch["targets"] >= 0]].sum())
+                if probe:
+                    sums = aux if sums is None else add_sums(sums, aux)
+            by_set[name] = (total, tokens, size)
+        total, tokens, size = map(sum, zip(*by_set.values(), strict=True))
+        if not math.isfinite(total):
+            raise TrainingError(f"step {self.step}: the held-out loss is {total / tokens}; lower optim.learning_rate")
+        measured = describe_loss(total, tokens, size)
+        sets = {name: describe_loss(*sums) for name, sums in by_set.items()}
         if self.step not in self.log.evaluated:
-            self.log.write(step=self.step, eval_loss=total / tokens)
-        self.progress.note(f"step {self.step}: held-out loss {total / tokens:.4f}")
-        return {
-            "loss": total / tokens,
-            "perplexity": math.exp(min(total / tokens, 700.0)),
-            "bits_per_byte": total / (math.log(2) * size) if size else None,
-            "bayes_loss": self.source.bayes_loss,
-            "tokens": tokens,
-        }, sums
+            several = {f"eval_loss/{name}": one["loss"] for name, one in sets.items()} if len(sets) > 1 else {}
+            self.log.write(self.step, eval_loss=measured["loss"], **several)
+        self.progress.note(f"step {self.step}: held-out loss {measured['loss']:.4f}")
+        self.mark = (self.step, time.monotonic())
+        return {**measured, "bayes_loss": self.source.bayes_loss, "sets": sets}, sums
+
+    def probe(self) -> None:
+        """Probes the first held-out batch while training goes on."""
+        batch = next(next(iter(self.source.held_out.values()))())
+        sums = jax.device_get(self.probe_fn(self.state.weights, batch)[2])
+        found = probes.summarise(sums, self.activations)
+        numbers = {f"probe/{name}": found[name] for name in ("f_attn", "f_attn_floor", "sink_rate", "m_act")}
+        gates = {f"probe/gate_{position}": gate["mean"] for position, gate in found["gates"].items()}
+        self.log.write(self.step, **numbers, **gates)
+
+    def trace(self, start: int, stop: int) -> None:
+        """Begins or ends the profiler's trace where this is its step."""
+        if self.step == start:
+            jax.profiler.start_trace(str(self.directory / "profile"))
+        elif self.step == stop:
+            self.settle()
+            jax.profiler.stop_trace()
+            self.progress.note(f"trace of steps {start} to {stop - 1}: {self.directory / 'profile'}")
+
+    @property
+    def activations(self) -> dict[Any, str]:
+        """Gate position -> activation."""
+        return {spec.position: spec.activation for spec in self.config.model.gates}
 
     def measure(self, sums: Any) -> dict[str, Any]:
-        """The probes' numbers, and the attention maps of the first held-out sequence's beginning."""
-        activations = {spec.position: spec.activation for spec in self.config.model.gates}
-        maps = sums["layers"]["map"]
-        tokens = next(self.source.held_out())["inputs"][0, : maps.shape[-1]]
+        """The probes' numbers, and the attention maps of the first held-out sequence's beginning, mean over heads."""
+        maps = sums["layers"]["map"].mean(axis=1)
+        tokens = next(next(iter(self.source.held_out.values()))())["inputs"][0, : maps.shape[-1]]
         shown = {"tokens": self.source.decode_tokens(tokens), "by_layer": np.round(maps.astype(float), 4).tolist()}
-        return {**probes.summarise(sums, activations), "attention_map": shown}
+        return {**probes.summarise(sums, self.activations), "attention_map": shown}
 
     def summary(self, evaluated: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
         """The contents of result.json."""
-        config, lines = self.config, read_lines(self.directory / "metrics.jsonl")
-        curve = [line for line in lines if "loss" in line]
-        curve = curve[:: math.ceil(len(curve) / CURVE_POINTS)]
-        evals = [line for line in lines if "eval_loss" in line]
+        config, losses, evals = self.config, self.log.losses, sorted(self.log.evaluated.items())
+        every = math.ceil(len(losses) / CURVE_POINTS)
         trained = config.train.steps * config.data.batch_size * config.data.seq_len
+        speed = trained / self.seconds
         return {
             "schema": 1,
             "run": config.run_name,
@@ -201,64 +343,47 @@ class _Run:
                 "vocab_size": self.source.vocab_size,
             },
             "environment": environment(config),
-            "time": {"train_s": self.seconds, "tokens_per_s": trained / self.seconds},
-            "eval": {**evaluated, "initial_loss": evals[0]["eval_loss"]},
+            "time": {"train_s": self.seconds, "tokens_per_s": speed, "mfu": self.utilisation(speed)},
+            "eval": {**evaluated, "initial_loss": evals[0][1]["eval_loss"]},
             "probes": measured,
-            "curve": {"step": [line["step"] for line in curve], "loss": [line["loss"] for line in curve]},
-            "evals": {"step": [line["step"] for line in evals], "loss": [line["eval_loss"] for line in evals]},
+            "spikes": self.spikes.summary(),
+            "best_checkpoint": self.checkpoints.best,
+            "curve": {"step": list(range(every, len(losses) + 1, every)), "loss": losses[every - 1 :: every]},
+            "evals": {"step": [step for step, _ in evals], "loss": [line["eval_loss"] for _, line in evals]},
         }
 
     def _start(self) -> tuple[State, int, float]:
-        """The newest checkpoint's state, step and training seconds, or fresh parameters at step 0."""
-        init_optimizer = optim.optimizer(self.config).init
-        if (step := self.checkpoints.latest) is None:
-            params = model.init(self.config.model, self.config.train.seed)
-            return State(params, jax.jit(init_optimizer)(params)), 0, 0.0
-        saved = self.checkpoints.metadata(step)
-        if saved["data"] != self.source.fingerprint:
-            raise TrainingError(
-                f"{self.directory} was trained on data {saved['data']}, here they are {self.source.fingerprint} (the "
-                "embedded corpus differs between Python versions): resume with that Python, or move the folder away"
-            )
-        like = State(self.abstract, jax.eval_shape(init_optimizer, self.abstract))
-        return self.checkpoints.restore(step, on_this_device(like)), step, saved["seconds"]
+        """The newest readable checkpoint's state, step and training seconds, or fresh parameters at step 0."""
+        self.began = time.monotonic()
+        found = _newest(self.checkpoints, abstract_state(self.config), self.progress.note)
+        if found is None:
+            return new_state(self.config), 0, 0.0
+        _same_data(self.directory, found.metadata["data"], self.source)
+        for step in [step for step in self.checkpoints.steps if step > found.step]:
+            self.checkpoints.set_aside(step)
+        for path in self.checkpoints.damaged:
+            self.progress.note(f"a damaged checkpoint is set aside as {path}")
+        return found.state, found.step, found.metadata["seconds"]
+
+    def _sinks(self) -> list[metrics.Sink]:
+        sinks: list[metrics.Sink] = []
+        if self.config.train.tensorboard and is_local(self.directory):
+            sinks.append(metrics.TensorBoard(self.directory / "events", self.step))
+        elif self.config.train.tensorboard:
+            self.progress.note("no TensorBoard events in a bucket: metrics-*.jsonl has every number")
+        if self.config.train.wandb:
+            sinks.append(metrics.WandB(self.config.train.wandb, self.config))
+        return sinks
 
 
-def train_step(graph: nnx.GraphDef, config: Config) -> Callable[[State, Any], tuple[State, dict[str, jax.Array]]]:
-    """The jitted optimiser step: (state, batch) -> (state, loss and gradient norm). Donates the old state."""
-    optimizer = optim.optimizer(config)
-
-    def loss_fn(params, batch):
-        decoder = nnx.merge(graph, params)
-        hidden, _ = decoder(batch["inputs"], batch.get("segment_ids"))
-        total, count = cross_entropy(hidden, decoder.output_matrix(), batch["targets"], config.train.loss_chunk)
-        return total / count
-
-    def step(state: State, batch):
-        loss, gradients = jax.value_and_grad(loss_fn)(state.params, batch)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return State(params, optimizer_state), {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
-
-    return jax.jit(_precise(step, config.model), donate_argnums=0)
-
-
-def eval_step(graph: nnx.GraphDef, config: Config, *, probe: bool = False) -> Callable:
-    """The jitted evaluation: (params, batch) -> (summed loss, tokens, sums of the probes)."""
-
-    def step(params, batch):
-        decoder = nnx.merge(graph, params)
-        hidden, aux = decoder(batch["inputs"], batch.get("segment_ids"), probe=probe)
-        total, count = cross_entropy(hidden, decoder.output_matrix(), batch["targets"], config.train.loss_chunk)
-        return total, count, aux
-
-    return jax.jit(_precise(step, config.model))
-
-
-def on_this_device(shapes: Any) -> Any:
-    """The same `jax.ShapeDtypeStruct`s, placed on the first device."""
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), shapes)
+def describe_loss(total: float, tokens: int, size: int) -> dict[str, Any]:
+    """A summed loss in nats over `tokens` targets that stand for `size` bytes of text (0: they are no text)."""
+    return {
+        "loss": total / tokens,
+        "perplexity": math.exp(min(total / tokens, 700.0)),
+        "bits_per_byte": total / (math.log(2) * size) if size else None,
+        "tokens": tokens,
+    }
 
 
 def add_sums(total: Any, more: Any) -> Any:
@@ -266,30 +391,6 @@ def add_sums(total: Any, more: Any) -> Any:
     added = jax.tree.map(np.add, total, more)
     added["layers"]["map"] = total["layers"]["map"]
     return added
-
-
-def describe_model(config: Config) -> dict[str, Any]:
-    """Counts of the model as built, for result.json and `--dry-run`."""
-    return {
-        **model.param_counts(config.model),
-        "ffn_width": config.model.ffn_width,
-        "flops_per_token": model.flops_per_token(config.model, config.data.seq_len),
-    }
-
-
-def memory_estimate(config: Config) -> dict[str, int]:
-    """Bytes on one device, from shapes alone: `states` (parameters, gradients, two Adam moments, all float32) and
-    `activations` (what forward keeps for backward at the full batch, before the compiler removes any)."""
-    graph, params = model.abstract(config.model)
-    tokens = jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), jnp.int32)
-
-    def forward(params, tokens):
-        return nnx.merge(graph, params)(tokens)[0]
-
-    kept = jax.eval_shape(lambda p, t: jax.vjp(lambda p: forward(p, t), p)[1], params, tokens)
-    weights = sum(leaf.size for leaf in jax.tree.leaves(params))
-    activations = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
-    return {"states": 16 * weights, "activations": activations}
 
 
 def environment(config: Config) -> dict[str, Any]:
@@ -308,59 +409,29 @@ def environment(config: Config) -> dict[str, Any]:
     }
 
 
-def _precise(function: Callable, config: ModelConfig) -> Callable:
-    """Float32 means float32 on TPU and GPU too, where the default would round matrix products to bf16 or tf32."""
+def _newest(checkpoints: Checkpoints, like: State, note: Callable[[str], None]) -> Restored | None:
+    """The newest checkpoint that can be read and is what was saved; each that is not is reported.
 
-    def wrapped(*args):
-        with jax.default_matmul_precision("highest" if config.dtype == "float32" else "default"):
-            return function(*args)
-
-    return wrapped
-
-
-@contextlib.contextmanager
-def _lock(directory: Path) -> Iterator[None]:
-    """Holds the folder for this process; the operating system lets go when the process ends, however it ends."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / "lock", "a", encoding="utf-8") as file:
-        for _ in range(10):  # a sweep that looks whether a run is held holds it for an instant
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.1)
-        else:
-            raise TrainingError(f"{directory} is being trained by another process: wait for it or stop it")
-        yield
+    Raises:
+      CheckpointError: there are checkpoints, and none can be used.
+    """
+    problems = []
+    for step in reversed(checkpoints.steps):
+        try:
+            return checkpoints.restore(step, like)
+        except CheckpointError as error:
+            note(f"{error}: trying the one before")
+            problems.append(str(error))
+    problems += [f"{path} was damaged" for path in checkpoints.damaged]
+    if problems:
+        raise CheckpointError(f"{'; '.join(problems)}. None is left to go on from: move the folder away to start again")
+    return None
 
 
-def _claim(directory: Path, config: Config) -> None:
-    """Writes config.json, or checks that the folder's is the same run."""
-    path = directory / "config.json"
-    if path.exists():
-        other = from_dict(Config, json.loads(path.read_text(encoding="utf-8")))
-        if other.fingerprint() != config.fingerprint():
-            raise TrainingError(f"{directory} holds another run ({other.run_name}): choose another folder")
-    write_atomically(path, to_json(config))
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[Callable[[], int | None]]:
-    """A function that says which of SIGTERM and SIGINT arrived, if one did; a second one acts at once."""
-    arrived: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread only
-        yield lambda: None
-        return
-
-    def note(number, frame):
-        arrived.append(number)
-        signal.signal(number, previous[number])
-
-    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in previous:
-        signal.signal(number, note)
-    try:
-        yield lambda: arrived[0] if arrived else None
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _same_data(directory: Path, fingerprint: str, source: Source) -> None:
+    if fingerprint != source.fingerprint:
+        raise TrainingError(
+            f"{directory} was trained on data {fingerprint}, here they are {source.fingerprint} (the embedded corpus "
+            "differs between Python versions, and a folder may have been prepared anew): resume with the same data, or "
+            "move the folder away"
+        )

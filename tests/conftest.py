@@ -2,12 +2,18 @@
 
 import os
 import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "1")  # sizes XLA's thread pools
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# One compilation for all tests and the processes they start; a folder of this test run, so that nothing is stale.
+run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}-{time.time_ns()}")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"gattn-tests-jax-{run}")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ["GATTN_HOME"] = tempfile.mkdtemp(prefix="gattn-tests-")
 
 

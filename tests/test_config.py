@@ -112,7 +112,16 @@ def test_a_config_cannot_be_changed():
         ({"train.seed": 2**32}, "train.seed", "below"),
         ({"data.seq_len": 1}, "data.seq_len", "at least 2"),
         ({"model.gates": (GateSpec(),), "model.ffn_dim": 500}, "model.ffn_dim", "multiple of"),
-        ({"data.source": "nonsense"}, "data.source", "package.module:function"),
+        ({"data.source": "data/web=heavy"}, "data.source", "package.module:function"),
+        ({"data.source": "data/web=0.5,data/code=0"}, "data.source", "FOLDER=0.7"),
+        ({"data.source": "data/web,data/web"}, "data.source", "twice"),
+        ({"optim.schedule": "wsd"}, "optim.decay_steps", "at least 1"),
+        ({"optim.decay_steps": 5}, "optim.decay_steps", "wsd"),
+        ({"optim.schedule": "wsd", "optim.decay_steps": 10_000}, "optim.decay_steps", "train.steps"),
+        ({"train.accumulation": 3}, "train.accumulation", "batch_size"),
+        ({"train.ema_decay": 1.0}, "train.ema_decay", "decay rate"),
+        ({"train.keep_every": 30}, "train.keep_every", "checkpoint_every"),
+        ({"train.keep_best": True, "train.checkpoint_every": 30}, "train.keep_best", "eval_every"),
     ],
 )
 def test_refusals_name_field_value_and_remedy(changes, field, says):

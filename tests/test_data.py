@@ -275,7 +275,7 @@ def test_seed_decides_the_order(open_small):
 def test_windows_start_with_bos_and_targets_are_the_next_tokens(kind, open_small, corpus):
     source = open_small(data__tokenizer=kind)
     bos_id = open_tokenizer(kind, VOCAB, corpus).bos_id
-    for batch in (*itertools.islice(source.train(0), 5), *source.held_out()):
+    for batch in (*itertools.islice(source.train(0), 5), *source.held_out["corpus"]()):
         assert {(a.dtype.name, a.shape) for a in batch.values()} == {("int32", (8, T))}
         assert (batch["inputs"][:, 0] == bos_id).all()
         np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
@@ -287,9 +287,10 @@ def test_segments_are_the_documents_inside_a_window(open_small, corpus):
     document = np.repeat(np.arange(len(lengths)), lengths)
     count = len(document) // T
     document = document[: count * T].reshape(count, T)
-    segments = np.concatenate([b["segment_ids"] for b in open_small(data__eval_sequences=count).held_out()])
+    segments = np.concatenate([b["segment_ids"] for b in open_small(data__eval_sequences=count).held_out["corpus"]()])
     np.testing.assert_array_equal(np.diff(segments[:, 1:]), np.diff(document[:, :-1]))
-    starts_a_document = np.concatenate([b["inputs"][:, 1] for b in open_small(data__eval_sequences=count).held_out()])
+    batches = open_small(data__eval_sequences=count).held_out["corpus"]()
+    starts_a_document = np.concatenate([b["inputs"][:, 1] for b in batches])
     np.testing.assert_array_equal(segments[:, 0], 1)
     np.testing.assert_array_equal(segments[:, 1] == 2, starts_a_document == tokenizer.bos_id)
     assert segments.max() > 1
@@ -304,13 +305,14 @@ def test_held_out_windows_are_spread_evenly_and_different(open_small, corpus):
     stream = token_stream(open_tokenizer("bpe", VOCAB, corpus), corpus, "held_out")
     place = {stream[start : start + T].astype(np.int32).tobytes(): start // T for start in range(0, len(stream), T)}
     source = open_small(data__eval_sequences=21)
-    batches = list(source.held_out())
+    batches = list(source.held_out["corpus"]())
     assert [len(batch["targets"]) for batch in batches] == [8, 8, 5]
     gaps = np.diff([place[row.tobytes()] for batch in batches for row in batch["targets"]])
     assert gaps.min() >= 1
     assert gaps.max() - gaps.min() <= 1
     assert gaps.sum() > 0.9 * (len(stream) // T)
-    for batch, again in zip(batches, open_small(data__eval_sequences=21, train__seed=5).held_out(), strict=True):
+    others = open_small(data__eval_sequences=21, train__seed=5).held_out["corpus"]()
+    for batch, again in zip(batches, others, strict=True):
         assert_same(batch, again)
 
 

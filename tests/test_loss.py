@@ -20,7 +20,7 @@ def plain(hidden, matrix, targets):
 
 @pytest.mark.parametrize("chunk", [1, 7, 30, 1000])
 def test_value_and_gradients_for_any_chunk(chunk):
-    total, count = cross_entropy(HIDDEN, MATRIX, TARGETS, chunk)
+    total, _, count = cross_entropy(HIDDEN, MATRIX, TARGETS, chunk)
     assert int(count) == int((TARGETS >= 0).sum()) < TARGETS.size
     np.testing.assert_allclose(total, plain(HIDDEN, MATRIX, TARGETS), rtol=1e-5)
     ours = jax.grad(lambda h, m: 0.3 * cross_entropy(h, m, TARGETS, chunk)[0], (0, 1))(HIDDEN, MATRIX)
@@ -29,13 +29,13 @@ def test_value_and_gradients_for_any_chunk(chunk):
 
 
 def test_all_targets_ignored():
-    total, count = cross_entropy(HIDDEN, MATRIX, jnp.full((3, 10), -1), 4)
+    total, _, count = cross_entropy(HIDDEN, MATRIX, jnp.full((3, 10), -1), 4)
     assert (float(total), float(count)) == (0.0, 0.0)
 
 
 def test_bfloat16_hidden_states():
     half = HIDDEN.astype(jnp.bfloat16)
-    total, _ = cross_entropy(half, MATRIX, TARGETS, 8)
+    total, _, _ = cross_entropy(half, MATRIX, TARGETS, 8)
     assert total.dtype == jnp.float32
     np.testing.assert_allclose(total, plain(HIDDEN, MATRIX, TARGETS), rtol=2e-2)
     gradient = jax.grad(lambda m: cross_entropy(half, m, TARGETS, 8)[0])(MATRIX)

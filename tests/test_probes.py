@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gattn import model, probes
+from configs.variants import VARIANTS
+from gattn import layers, model, probes
 from gattn.config import GateSpec, ModelConfig
 from gattn.kernels.api import attention_maps, gated_dot_product_attention
 from gattn.layers import Context
@@ -17,6 +18,7 @@ from gattn.train import add_sums
 
 IDS = jnp.array([[0, 0, 0, 0, 0, 1, 1, 1, 2, 3, 3, 3], [4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 5]])
 MODEL = ModelConfig(vocab_size=300, num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64)
+FITTING = [name for name in VARIANTS if name not in ("kv8", "q48")]
 
 
 def test_queries_of_segments_and_padding():
@@ -64,23 +66,128 @@ def test_floor_is_what_uniform_attention_measures():
     assert float(floor["floor"] / floor["queries"]) == pytest.approx((harmonic - 1) / 11, rel=1e-5)
 
 
+def test_padding_is_no_query_no_token_and_no_sequence():
+    queries = probes.find_queries(jnp.array([[3, 3, 3, -1, -1], [1, -1, -1, -1, -1], [-1] * 5]))
+    sums = {name: float(value) for name, value in probes.query_floor(queries).items()}
+    assert sums == {"floor": pytest.approx(5 / 6), "queries": 2, "tokens": 4, "sequences": 2, "longer_sequences": 1}
+
+
 def test_hidden_state_measures():
     hidden = np.zeros((2, 5, 4), np.float32)
     hidden[0, 0, 2], hidden[0, 1:, 0] = -50.0, [1, 2, 3, 4]
     hidden[1, 0, 1], hidden[1, 1:, 3] = 3.0, [-10, 10, 2, 2]
-    sums = probes.hidden_sums(jnp.array(hidden))
+    everything = jnp.ones((2, 5), bool)
+    sums = probes.hidden_sums(jnp.array(hidden), everything)
     assert float(sums["m_act"]) == 60.0
     assert float(sums["first_token_ratio"]) == 50 / 2.5 + 3 / 6
+    padded = probes.hidden_sums(jnp.array(hidden), everything.at[0, 3:].set(False).at[1, 1:].set(False))
+    assert float(padded["m_act"]) == 53.0
+    assert float(padded["first_token_ratio"]) == pytest.approx(50 / 1.5), "a sequence of one token has no others"
+
+
+def test_kurtosis_of_each_tokens_channels():
+    rng = np.random.default_rng(0)
+    hidden = (rng.standard_t(5, (2, 5, 64)) + 3).astype(np.float32)
+    hidden[0, 2], hidden[1, 0, 7], hidden[1, 4] = 5.0, 1e12, 1e-12 * hidden[1, 4]
+    apart = hidden.astype(np.float64) - hidden.mean(-1, keepdims=True, dtype=np.float64)
+    with np.errstate(invalid="ignore"):
+        expected = np.nan_to_num((apart**4).mean(-1) / (apart**2).mean(-1) ** 2, nan=0.0)  # all channels equal: 0
+    assert expected[1, 0] == pytest.approx(64, rel=0.05)
+    tokens = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 1]], bool)
+    sums = probes.hidden_sums(jnp.array(hidden), jnp.array(tokens))
+    np.testing.assert_allclose(sums["kurtosis"], expected[tokens].sum(), rtol=1e-4)
 
 
 @pytest.mark.parametrize(("activation", "low", "high"), [("sigmoid", 0, 1), ("two_sigmoid", 0, 2), ("silu", -2, 2)])
 def test_gate_measures(activation, low, high):
     values = np.random.default_rng(0).uniform(low, high, (3, 7, 4, 6)).astype(np.float32)
-    sums = probes.gate_sums(jnp.array(values), activation)
-    np.testing.assert_allclose(sums["by_head"] / 3, values.mean((0, 1, 3)), rtol=1e-5)
-    np.testing.assert_allclose(sums["sparse"] / 3, (values < 0.1).mean(), rtol=1e-5)
-    expected = np.histogram(values, probes.HISTOGRAM_BINS, (low, high))[0] / values.size
-    np.testing.assert_allclose(sums["histogram"] / 3, expected, atol=2 / values.size)
+    tokens = np.arange(7) < np.array([7, 4, 0])[:, None]
+    sums, counted = probes.gate_sums(jnp.array(values), activation, jnp.array(tokens)), values[tokens]
+    np.testing.assert_allclose(sums["by_head"] / 11, counted.mean((0, 2)), rtol=1e-5)
+    np.testing.assert_allclose(sums["sparse"] / 11, (counted < 0.1).mean(), rtol=1e-5)
+    expected = np.histogram(counted, probes.HISTOGRAM_BINS, (low, high))[0] / counted.size
+    np.testing.assert_allclose(sums["histogram"] / 11, expected, atol=2 / counted.size)
+
+
+def sdpa_by_hand(block, x, context):
+    """What the g1 gate gets, what it makes of it, and its mean score; the projections are multiplied by hand."""
+    attention, config = block.attention, block.model
+    gates = {spec.position: spec for spec in config.gates}
+    project = lambda kernel: np.einsum("btd,d...->bt...", x, np.asarray(kernel, np.float64))  # noqa: E731
+    sigmoid = lambda s: 1 / (1 + np.exp(-s))  # noqa: E731
+    activate = {
+        "sigmoid": sigmoid,
+        "ns_sigmoid": lambda s: 0.5 + 0.5 * sigmoid(s),
+        "silu": lambda s: s * sigmoid(s),
+        "identity": lambda s: s,
+    }
+
+    def gated(position, y):
+        if position not in gates:
+            return y, None
+        spec, gate = gates[position], attention.gates[position]
+        independent = spec.source == "independent"
+        score = activate[spec.activation](np.asarray(gate.score[...]) if independent else project(gate.kernel[...]))
+        score = np.broadcast_to(score, (*x.shape[:2], *score.shape[-2:]))
+        score = score.mean(axis=2, keepdims=True) if spec.sharing == "shared" else score
+        return (y * score if spec.op == "multiply" else y + score), score
+
+    query, key, value = (
+        gated(position, project(getattr(attention, name).kernel[...]))[0]
+        for position, name in (("g4", "query"), ("g3", "key"), ("g2", "value"))
+    )
+    query, key = (layers.rms_norm(jnp.asarray(y), None, config.norm_eps) for y in (query, key))
+    query, key = (layers.apply_rope(y.astype(jnp.float32), *context.rope) for y in (query, key))
+    options = {"is_causal": True, "segment_ids": context.segment_ids, "sinks": attention.sinks()}
+    maps = np.asarray(attention_maps(query, key, **options), np.float64)
+    before = np.einsum("bnts,bsnh->btnh", maps, np.repeat(value, config.num_heads // config.num_kv_heads, axis=2))
+    if config.sdpa_transform == "rmsnorm":
+        before = before / np.sqrt((before**2).mean(-1, keepdims=True) + config.norm_eps)
+    elif config.sdpa_transform == "silu":
+        before = before * sigmoid(before)
+    return before, *gated("g1", before)
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_sdpa_output_before_and_after_the_gate(name):
+    """For every variant, padding left out, and over two batches of which one is half padding."""
+    config = dataclasses.replace(MODEL, num_layers=1, **VARIANTS[name])
+    graph, shapes = model.abstract(config)
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        scale = 0.01 if "value" in str(path) else 0.1
+        drawn = 1.0 if "norm" in str(path) else scale * rng.standard_normal(leaf.shape)
+        return jnp.full(leaf.shape, drawn, jnp.float32)
+
+    params = jax.tree_util.tree_map_with_path(draw, shapes)
+    tokens, ids = jnp.asarray(rng.integers(0, 300, (4, 12))), jnp.concatenate([IDS, IDS]).at[0, 7:].set(-1)
+    ids = ids.at[3].set(-1)
+    decoder = nnx.merge(graph, params)
+    probe = jax.jit(lambda params, t, i: nnx.merge(graph, params)(t, i, probe=True)[1])
+    sums = add_sums(*(jax.device_get(probe(params, tokens[p], ids[p])) for p in (slice(0, 2), slice(2, 4))))
+    activations = {spec.position: spec.activation for spec in config.gates}
+    measured = probes.summarise(sums, activations)["sdpa"]
+
+    block_graph, stacked = nnx.split(decoder.blocks)
+    block = nnx.merge(block_graph, jax.tree.map(lambda leaf: leaf[0], stacked))
+    x = np.asarray(block.attention_norm(decoder.embedding[...][tokens]), np.float64)
+    context = Context(ids, None, rope_table(12, config.head_dim, config.rope_theta))
+    before, after, score = sdpa_by_hand(block, x, context)
+    expected = {"before": (before, 1.0), "after": (after, 1.0)}
+    multiplies = any(spec.position == "g1" and spec.op == "multiply" for spec in config.gates)
+    if multiplies:
+        expected["before_times_mean_score"] = before, abs(score[np.asarray(ids) >= 0].mean())
+    assert (measured["before_times_mean_score"] is None) == (not multiplies)
+    for key, (output, factor) in expected.items():
+        size = np.abs(output[np.asarray(ids) >= 0]) * factor
+        assert measured[key]["mean_abs_by_layer"][0] == pytest.approx(size.mean(), rel=1e-3)
+        # Of what is multiplied by the mean score, only the bin of log10 |y| is known: a 40th of a decade.
+        slack = 10 ** (1 / probes.MAGNITUDES_PER_DECADE) if factor != 1.0 else 1 + 1e-4
+        for limit, share in ((1e-2, "below_1e-2_by_layer"), (1e-3, "below_1e-3_by_layer")):
+            low, high = (size < limit / slack).mean(), (size < limit * slack).mean()
+            assert low - 1e-6 <= measured[key][share][0] <= high + 1e-6, (key, share)
+        assert (size < 1e-2).mean() > 0.01 or key != "before" or config.sdpa_transform == "rmsnorm"
 
 
 def test_sums_of_batches_are_the_sums_of_their_union():
@@ -103,6 +210,7 @@ def test_sums_of_batches_are_the_sums_of_their_union():
     np.testing.assert_allclose(flat(together), flat(apart), rtol=1e-4, atol=2e-6)
     assert np.shape(together["f_attn_by_head"]) == (3, 4)
     assert np.shape(together["gates"]["g5"]["mean_by_head"]) == (3, 1)
+    assert whole["layers"]["map"].shape == (3, 4, 12, 12)
     np.testing.assert_allclose(whole["layers"]["map"], parts["layers"]["map"], rtol=1e-5)
     np.testing.assert_allclose(np.sum(together["gates"]["g1"]["histogram"]["shares"], axis=1), 1.0, rtol=1e-4)
 
@@ -131,8 +239,12 @@ def test_the_model_probes_what_it_computes():
         norms = jnp.linalg.norm(value, axis=-1).mean(axis=-1)
         expected = {
             "m_act_by_layer": jnp.abs(hidden).max(axis=(1, 2)).mean(),
+            "kurtosis_by_layer": (
+                ((hidden - hidden.mean(-1, keepdims=True)) / hidden.std(-1, keepdims=True)) ** 4
+            ).mean(),
+            "first_token_ratio_by_layer": _first_to_others(jnp.abs(hidden).max(axis=-1)),
             "value_norm_first_by_layer": norms[:, 0].mean(),
-            "value_norm_ratio_by_layer": (norms[:, 0] / jnp.median(norms[:, 1:], axis=1)).mean(),
+            "value_norm_ratio_by_layer": _first_to_others(norms),
         }
         for name, number in expected.items():
             assert measured[name][layer] == pytest.approx(float(number), rel=1e-3), name
@@ -141,10 +253,18 @@ def test_the_model_probes_what_it_computes():
             np.testing.assert_allclose(by_head, values.mean(axis=(0, 1, 3)), rtol=1e-3)
 
 
+def _first_to_others(per_token):
+    return (per_token[:, 0] / jnp.median(per_token[:, 1:], axis=1)).mean()
+
+
 def test_sink_rate_counts_heads_above_the_threshold():
-    layers = {name: np.ones(2) for name in ("m_act", "first_token_ratio", "value_norm_ratio", "value_norm_first")}
-    layers |= {"f_attn": np.array([[31.0, 29.0], [90.0, 1.0]]), "gates": {}}
-    measured = probes.summarise({"floor": 5.0, "queries": 100.0, "sequences": 1.0, "layers": layers}, {})
-    assert measured["sink_rate"] == 0.5
-    assert measured["f_attn"] == pytest.approx(np.mean([0.31, 0.29, 0.9, 0.01]))
+    names = ("m_act", "kurtosis", "first_token_ratio", "value_norm_ratio", "value_norm_first")
+    sdpa = {name: {k: np.ones(2) for k in ("mean_abs", *probes.SDPA_THRESHOLDS)} for name in ("before", "after")}
+    by_head = np.array([[31.0, 29.0], [90.0, 95.0]])
+    sums = {"layers": {name: np.ones(2) for name in names} | {"f_attn": by_head, "gates": {}, "sdpa": sdpa}}
+    counts = {"queries": 100.0, "tokens": 101.0, "sequences": 1.0, "longer_sequences": 1.0}
+    measured = probes.summarise({"floor": 5.0, **counts, **sums}, {})
+    assert measured["sink_rate"] == 0.75
+    assert measured["sink_rate_by_layer"] == [0.5, 1.0]
+    assert measured["f_attn"] == pytest.approx(np.mean([0.31, 0.29, 0.9, 0.95]))
     assert measured["f_attn_floor"] == 0.05

@@ -77,7 +77,7 @@ def test_held_out_is_the_description_read_literally_and_its_bayes_loss(bench):
     config, offsets, per_offset, published = bench
     source = open_source(config())
     x, loss = Literally(offsets, per_offset).sequences(np.random.default_rng(10**6), 256)
-    batches = list(source.held_out())
+    batches = list(source.held_out["held-out"]())
     np.testing.assert_array_equal(np.concatenate([b["inputs"] for b in batches]), x[:, :-1])
     np.testing.assert_array_equal(np.concatenate([b["targets"] for b in batches]), x[:, 1:])
     assert source.bayes_loss == pytest.approx(loss, abs=1e-9)

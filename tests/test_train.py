@@ -1,9 +1,11 @@
 """Training: resume equals uninterrupted, learning happens, folders are guarded, results are complete."""
 
 import dataclasses
+import io
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -16,14 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
 from configs.variants import apply
 from experiments.sinkbench import sinkbench_config
 from gattn import model, train
 from gattn.checkpoint import Checkpoints
-from gattn.config import Config, GateSpec, override, to_json
-from gattn.data.loader import Source
-from gattn.metrics import MetricsLog, read_lines
+from gattn.config import Config, GateSpec, from_dict, override, to_json
+from gattn.data.loader import Source, open_source
+from gattn.metrics import read_metrics
+from gattn.step import abstract_state, new_state, train_step
 
 SHORT = override(
     sinkbench_config(),
@@ -43,10 +47,8 @@ SHORT = override(
 
 
 def final_state(directory, config):
-    shapes = model.abstract(config.model)[1]
     with Checkpoints(directory / "checkpoints") as checkpoints:
-        like = train.State(shapes, jax.eval_shape(train.optim.optimizer(config).init, shapes))
-        return checkpoints.latest, checkpoints.restore(checkpoints.latest, train.on_this_device(like))
+        return checkpoints.steps[-1], checkpoints.restore(checkpoints.steps[-1], abstract_state(config)).state
 
 
 def equal(one, other):
@@ -65,7 +67,7 @@ def test_result_is_complete_and_strict_json(finished):
     assert written == json.loads(json.dumps(result))
     assert result["fingerprint"] == SHORT.fingerprint()
     assert result["evals"]["step"] == [0, 4, 8, 12]
-    assert result["curve"]["step"] == [2, 4, 6, 8, 10, 12]
+    assert result["curve"]["step"] == list(range(1, 13))
     assert result["eval"]["loss"] == result["evals"]["loss"][-1] < result["eval"]["initial_loss"]
     assert result["eval"]["initial_loss"] == pytest.approx(math.log(65), abs=0.1)
     assert result["eval"]["bayes_loss"] == pytest.approx(1.67, abs=0.05)
@@ -84,8 +86,8 @@ def test_measures_are_those_of_the_saved_parameters(finished):
     directory, result = finished
     _, state = final_state(directory, SHORT)
     decoder = nnx.merge(model.abstract(SHORT.model)[0], state.params)
-    tokens = np.concatenate([b["inputs"] for b in sinkbench(SHORT).held_out()])
-    targets = np.concatenate([b["targets"] for b in sinkbench(SHORT).held_out()])
+    tokens = np.concatenate([b["inputs"] for b in sinkbench(SHORT).held_out["held-out"]()])
+    targets = np.concatenate([b["targets"] for b in sinkbench(SHORT).held_out["held-out"]()])
     hidden, _ = decoder(tokens)
     log_probs = jax.nn.log_softmax(decoder.logits(hidden))
     loss = -np.take_along_axis(np.asarray(log_probs), targets[..., None], -1).mean()
@@ -113,30 +115,72 @@ def test_a_finished_run_is_not_trained_again(finished):
     assert (directory / "result.json").stat().st_mtime_ns == before
 
 
+def until(config, folder, when, name="SIGTERM"):
+    """Trains in another process, which gets the signal at that moment (tests/train_until.py); the finished process."""
+    folder.mkdir(exist_ok=True)
+    config_file = folder / "asked.json"
+    config_file.write_text(to_json(config))
+    command = [sys.executable, "-m", "tests.train_until", str(config_file), str(folder), when, name]
+    root = str(Path(__file__).parents[1])
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, check=False)
+
+
+def assert_same_run(folder, result, finished):
+    """Bit for bit the same parameters, and the same numbers, as the run that nothing interrupted."""
+    directory, expected = finished
+    config = from_dict(Config, expected["config"])
+    assert final_state(folder, config)[0] == config.train.steps
+    assert equal(final_state(folder, config)[1], final_state(directory, config)[1])
+    for part in ("curve", "evals", "probes", "eval", "spikes"):
+        assert result[part] == expected[part], part
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "kill"), [(3, False), (4, False), (7, False), (2, True), (6, True)])
-def test_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_path, step, kill):
-    """Stopped by SIGTERM (before any evaluation, where one and a checkpoint are due, between log lines) or by kill -9
-    (before the first checkpoint, between two), then started again."""
-    directory, result = finished
-    config_file = tmp_path / "config.json"
-    config_file.write_text(to_json(SHORT))
-    command = [sys.executable, "-m", "tests.train_until", str(config_file), str(tmp_path / "run"), str(step - 1)]
-    stopped = subprocess.run(
-        command + ["kill"] * kill,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert stopped.returncode == (-signal.SIGKILL if kill else 143), stopped.stderr
+@pytest.mark.parametrize(
+    ("when", "name"),
+    [
+        ("in:jax/_src/compiler.py:compile_or_get_cached", "SIGTERM"),
+        ("in:gattn/step.py:new_state", "SIGTERM"),
+        ("batch:6", "SIGTERM"),
+        ("batch:9+0.01", "SIGINT"),
+        ("in:gattn/checkpoint.py:save", "SIGTERM"),
+        ("in:gattn/train.py:evaluate", "SIGTERM"),
+        ("in:gattn/train.py:evaluate", "SIGINT"),
+    ],
+)
+def test_a_signal_leaves_a_checkpoint_from_which_the_run_is_the_same(finished, tmp_path, when, name):
+    """Inside a compilation, a step, a checkpoint, an evaluation, the start: exit code 143 or 130, and no step is lost
+    that was made."""
+    stopped = until(SHORT, tmp_path / "run", when, name)
+    assert stopped.returncode == {"SIGTERM": 143, "SIGINT": 130}[name], stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    assert "the same command goes on from here" in stopped.stdout
+    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        at = checkpoints.steps[-1]
+    assert f"stopped at step {at}:" in stopped.stdout
     assert not (tmp_path / "run" / "result.json").exists()
-    resumed = train.train(SHORT, tmp_path / "run")
-    last, state = final_state(tmp_path / "run", SHORT)
-    assert last == 12
-    assert equal(state, final_state(directory, SHORT)[1])
-    for part in ("curve", "evals", "probes", "eval"):
-        assert resumed[part] == result[part], part
+    assert_same_run(tmp_path / "run", train.train(SHORT, tmp_path / "run"), finished)
+
+
+LONG = override(SHORT, {"train.steps": 60, "train.checkpoint_every": 3, "train.eval_every": 6, "train.log_every": 7})
+
+
+@pytest.mark.slow
+def test_kill_9_at_twenty_moments_changes_nothing(tmp_path):
+    """Seventeen moments at random, three inside the writing of a checkpoint; the parameters at the end are bit for bit
+    those of a run that nothing interrupted."""
+    rng = random.Random(0)
+    steps = sorted(rng.sample(range(58), 20))
+    inside = {6, 12, 18}
+    for index, step in enumerate(steps):
+        when = f"file:checkpoints/*tmp*:{step}" if index in inside else f"batch:{step}+{rng.uniform(0, 0.03):.4f}"
+        stopped = until(LONG, tmp_path / "killed", when, "SIGKILL")
+        assert stopped.returncode == -signal.SIGKILL, (when, stopped.stderr)
+        if index in inside:
+            assert list((tmp_path / "killed" / "checkpoints").glob("*tmp*"))
+    result = train.train(LONG, tmp_path / "killed")
+    expected = train.train(LONG, tmp_path / "whole")
+    assert_same_run(tmp_path / "killed", result, (tmp_path / "whole", expected))
 
 
 def test_cut_between_the_last_evaluation_and_the_result(finished, tmp_path):
@@ -154,26 +198,146 @@ def test_the_seed_changes_the_run(finished, tmp_path):
 
 def test_two_processes_cannot_train_one_run(finished):
     directory, _ = finished
-    with train._lock(directory), pytest.raises(train.TrainingError, match="another process"):
+    with train.lock(directory), pytest.raises(train.TrainingError, match="another process"):
         train.train(SHORT, directory)
 
 
 def test_a_folder_of_another_run_is_refused(finished):
     directory, _ = finished
-    with pytest.raises(train.TrainingError, match="another run"):
-        train.train(override(SHORT, {"train.seed": 5}), directory)
+    with pytest.raises(train.TrainingError) as error:
+        train.train(override(SHORT, {"train.seed": 5, "optim.b2": 0.9, "train.log_every": 3}), directory)
+    for said in (r"train.seed = 0 and not 5", "optim.b2 = 0.95 and not 0.9", "another folder"):
+        assert said in str(error.value)
+    assert "log_every" not in str(error.value)
+
+
+def test_what_does_not_change_the_mathematics_may_change(finished, tmp_path):
+    """A run that goes on with other intervals says so, and ends in the same parameters."""
+    stopped = until(SHORT, tmp_path / "run", "batch:7")
+    assert stopped.returncode == 143
+    other = override(
+        SHORT, {"train.log_every": 5, "train.checkpoint_every": 6, "train.probe_every": 3, "data.workers": 3}
+    )
+    console = Console(file=io.StringIO(), width=300)
+    train.train(other, tmp_path / "run", console)
+    said = console.file.getvalue()
+    assert "train.log_every = 2 and not 5" in said
+    assert "data.workers = 1 and not 3" in said
+    assert equal(final_state(tmp_path / "run", SHORT)[1], final_state(finished[0], SHORT)[1])
+    probed = [line["step"] for line in read_metrics(tmp_path / "run") if "probe/f_attn" in line]
+    assert probed == [9]
+
+
+@pytest.mark.parametrize("broken", ["newest", "newest, not even listed", "both"])
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(finished, tmp_path, broken):
+    run = Path(shutil.copytree(finished[0], tmp_path / "run"))
+    (run / "result.json").unlink()
+    damage = {8, 12} if broken == "both" else {12}
+    for step in damage:
+        files = [p for p in (run / "checkpoints" / str(step)).rglob("*") if p.is_file()]
+        path = max(files, key=lambda p: p.stat().st_size)
+        if "listed" in broken:
+            path = run / "checkpoints" / str(step) / "_CHECKPOINT_METADATA"
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    console = Console(file=io.StringIO(), width=1000)
+    if broken == "both":
+        with pytest.raises(train.TrainingError, match="None is left to go on from"):
+            train.train(SHORT, run, console)
+        return
+    result = train.train(SHORT, run, console)
+    assert "damaged-checkpoint-12" in console.file.getvalue()
+    assert "from step 8" in console.file.getvalue()
+    assert (run / "damaged-checkpoint-12").exists()
+    assert_same_run(run, result, finished)
+
+
+def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
+    """The system refuses to let any file grow beyond what the first checkpoints need (a stand-in for a full disk)."""
+    program = (
+        "import resource, signal, sys, json\n"
+        "from pathlib import Path\n"
+        "from gattn.__main__ import main\n"
+        "from gattn.checkpoint import Checkpoints\n"
+        "real, count = Checkpoints.save, []\n"
+        "def save(self, *args):\n"
+        "    count.append(args[0])\n"
+        "    if len(count) == 2:\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))\n"
+        "    real(self, *args)\n"
+        "Checkpoints.save = save\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "sys.exit(main(['train', '--config', sys.argv[1], '--dir', sys.argv[2]]))\n"
+    )
+    (tmp_path / "config.json").write_text(to_json(SHORT))
+    command = [sys.executable, "-c", program, str(tmp_path / "config.json"), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "File too large" in done.stderr
+    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        assert checkpoints.steps == [4]
+    assert train.train(SHORT, tmp_path / "run")["evals"]["step"] == [0, 4, 8, 12]
+
+
+def bad_at_five(config: Config) -> Source:
+    """The sink bench, but the batch of step 5 is marked (segment ids of 7 instead of 1)."""
+    source = open_source(override(config, {"data.source": "experiments.sinkbench:sinkbench"}))
+
+    def marked(batches, first):
+        for step, batch in enumerate(batches, first):
+            yield {**batch, "segment_ids": np.full_like(batch["inputs"], 7 if step == 5 else 1)}
+
+    return dataclasses.replace(
+        source,
+        train=lambda step, rows=slice(None): marked(source.train(step, rows), step),
+        held_out={"held-out": lambda: marked(source.held_out["held-out"](), 100)},
+    )
+
+
+@pytest.mark.parametrize(("planted", "where"), [(0, "layer 0 of 0 to 2"), (2, "layer 2 of 0 to 2")])
+def test_a_nan_is_found_at_its_step_and_layer_and_the_state_before_is_kept(tmp_path, monkeypatch, planted, where):
+    from gattn.layers import Block
+
+    def call(self, hidden, context, real=Block.__call__):
+        out, aux = real(self, hidden, context)
+        layer = calls[0] % 3
+        calls[0] += 1
+        if layer == planted:
+            bad = jnp.where(jnp.any(context.segment_ids == 7), jnp.nan, 0.0)
+            out = out + bad
+            aux = {name: value + bad if name == "m_act" else value for name, value in aux.items()}
+        return out, aux
+
+    calls = [0]
+    layers = {"model.num_layers": 3, "model.scan_layers": False, "data.source": "tests.test_train:bad_at_five"}
+    config = override(SHORT, layers | {"train.steps": 20})
+    monkeypatch.setattr(Block, "__call__", call)
+    with pytest.raises(train.TrainingError) as error:
+        train.train(config, tmp_path / "bad")
+    assert str(error.value).startswith(
+        "step 6: the loss is nan, the gradient norm nan. First layer that is not finite: "
+    )
+    assert where in str(error.value)
+    last, state = final_state(tmp_path / "bad", config)
+    assert last == state.step == 5
+    before, step = new_state(config), train_step(model.abstract(config.model)[0], config)
+    for index, batch in zip(range(5), bad_at_five(config).train(0), strict=False):
+        before, _ = step(before, np.int32(index), batch)
+    assert equal(state, before)
+    assert [x for line in read_metrics(tmp_path / "bad") for x in line.get("losses", [])].count(None) == 0
 
 
 def one_token_source(config: Config) -> Source:
     """The same token for ever."""
     batch = {"inputs": np.ones((2, 4), np.int32), "targets": np.ones((2, 4), np.int32)}
     forever = lambda step: iter(lambda: batch, None)  # noqa: E731
-    return Source("fp", 65, forever, lambda: iter([batch]), None, None, lambda tokens: [str(t) for t in tokens])
+    held_out = {"held-out": lambda: iter([batch])}
+    return Source("fp", 65, forever, held_out, None, None, lambda tokens: [str(t) for t in tokens])
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     config = override(SHORT, {"data.source": "tests.test_train:one_token_source", "model.init_std": 1e38})
-    with pytest.raises(train.TrainingError, match="step 0: the loss is"):
+    with pytest.raises(train.TrainingError, match="step 0: the held-out loss is"):
         train.train(config, tmp_path)
     assert not (tmp_path / "result.json").exists()
 
@@ -186,15 +350,6 @@ def test_resuming_on_other_data_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["tests.test_train"], "one_token_source", lambda config: other)
     with pytest.raises(train.TrainingError, match="another fingerprint"):
         train.train(config, tmp_path)
-
-
-def test_metrics_log_drops_what_will_be_redone(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 5, "loss": 1.0}\n{"step": 7, "lo')
-    log = MetricsLog(path, 4)
-    log.write(step=6, loss=float("nan"))
-    log.close()
-    assert read_lines(path) == [{"step": 1, "loss": 2.0}, {"step": 6, "loss": None}]
 
 
 @pytest.mark.slow

@@ -1,0 +1,147 @@
+"""The jitted steps: one optimiser step over a batch, one evaluation of a batch; pure functions of pytrees."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from gattn import model, optim
+from gattn.config import Config, ModelConfig
+from gattn.loss import cross_entropy
+
+METRICS = ("loss", "grad_norm", "update_ratio", "learning_rate", "z_loss")
+
+
+class State(NamedTuple):
+    """Everything that training changes."""
+
+    step: Any
+    """Updates made, int32."""
+    params: Any
+    optimizer: Any
+    average: Any
+    """Exponential moving average of the parameters, or None without `train.ema_decay`."""
+
+    @property
+    def weights(self) -> Any:
+        """What is evaluated: the average where one is kept."""
+        return self.params if self.average is None else self.average
+
+
+def new_state(config: Config) -> State:
+    """Fresh parameters drawn from `train.seed`, and an optimiser that has seen nothing."""
+    params = model.init(config.model, config.train.seed)
+    average = jax.tree.map(jnp.copy, params) if config.train.ema_decay else None
+    return State(jnp.int32(0), params, jax.jit(optim.optimizer(config).init)(params), average)
+
+
+def abstract_state(config: Config) -> State:
+    """The shapes of `new_state(config)`, on the first device; allocates nothing."""
+    params = model.abstract(config.model)[1]
+    optimizer = jax.eval_shape(optim.optimizer(config).init, params)
+    state = State(jax.ShapeDtypeStruct((), jnp.int32), params, optimizer, params if config.train.ema_decay else None)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), state)
+
+
+def train_step(graph: nnx.GraphDef, config: Config) -> Callable[[State, Any, Any], tuple[State, jax.Array]]:
+    """The jitted optimiser step: (state, steps expected, batch) -> (state, metrics). Donates the old state.
+
+    The batch is taken in `train.accumulation` parts; the loss is the sum over all targets divided once by their number,
+    so that every token weighs the same whatever part it stands in. The state comes back unchanged when loss or gradient
+    norm is not finite, and from then on, because `state.step` is no longer what the caller expects: however late the
+    caller looks, it finds the state before the bad step, and in `state.step` which one that was.
+
+    metrics: float32, `METRICS` in their order and then the number of updates made after this step.
+    """
+    optimizer, schedule = optim.optimizer(config), optim.learning_rate(config)
+    train = config.train
+
+    def objective(params, part, tokens):
+        decoder = nnx.merge(graph, params)
+        hidden, _ = decoder(part["inputs"], part.get("segment_ids"))
+        losses = cross_entropy(hidden, decoder.output_matrix(), part["targets"], train.loss_chunk, train.z_loss)
+        return losses.objective / tokens, losses.nll / tokens
+
+    def gradients(params, batch):
+        tokens = jnp.sum(batch["targets"] >= 0).astype(jnp.float32)
+        take = jax.value_and_grad(objective, has_aux=True)
+        if train.accumulation == 1:
+            return take(params, batch, tokens)
+        parts = jax.tree.map(lambda x: x.reshape(train.accumulation, -1, *x.shape[1:]), batch)
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, take(params, part, tokens)), None
+
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(take, params, batch, tokens))
+        return jax.lax.scan(add, zero, parts)[0]
+
+    def step(state: State, expected, batch):
+        (total, nll), gradient = gradients(state.params, batch)
+        updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        average = None if state.average is None else _average(state, params, train.ema_decay)
+        norm = optax.tree.norm(gradient)
+        ratio = optax.tree.norm(updates) / optax.tree.norm(state.params)
+        fine = jnp.isfinite(total) & jnp.isfinite(norm) & (state.step == expected)
+        new = State(state.step + 1, params, optimizer_state, average)
+        new = jax.tree.map(lambda after, before: jnp.where(fine, after, before), new, state)
+        metrics = (nll, norm, ratio, schedule(state.step), total - nll, new.step)
+        return new, jnp.stack([jnp.asarray(value, jnp.float32) for value in metrics])
+
+    return jax.jit(_precise(step, config.model), donate_argnums=0)
+
+
+def eval_step(graph: nnx.GraphDef, config: Config, *, probe: bool = False) -> Callable:
+    """The jitted evaluation: (params, batch) -> (summed loss, tokens, sums of the probes)."""
+
+    def step(params, batch):
+        decoder = nnx.merge(graph, params)
+        hidden, aux = decoder(batch["inputs"], batch.get("segment_ids"), probe=probe)
+        losses = cross_entropy(hidden, decoder.output_matrix(), batch["targets"], config.train.loss_chunk)
+        return losses.nll, losses.tokens, aux
+
+    return jax.jit(_precise(step, config.model))
+
+
+def describe_model(config: Config) -> dict[str, Any]:
+    """Counts of the model as built, for result.json and `--dry-run`."""
+    return {
+        **model.param_counts(config.model),
+        "ffn_width": config.model.ffn_width,
+        "flops_per_token": model.flops_per_token(config.model, config.data.seq_len),
+    }
+
+
+def memory_estimate(config: Config) -> dict[str, int]:
+    """Bytes on one device, from shapes alone: `states` (parameters, gradients, two Adam moments, all float32) and
+    `activations` (what forward keeps for backward at the full batch, before the compiler removes any)."""
+    graph, params = model.abstract(config.model)
+    tokens = jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), jnp.int32)
+
+    def forward(params, tokens):
+        return nnx.merge(graph, params)(tokens)[0]
+
+    kept = jax.eval_shape(lambda p, t: jax.vjp(lambda p: forward(p, t), p)[1], params, tokens)
+    weights = sum(leaf.size for leaf in jax.tree.leaves(params))
+    activations = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+    return {"states": 16 * weights, "activations": activations}
+
+
+def _average(state: State, params: Any, decay: float) -> Any:
+    """Early on the average follows faster, (1 + t) / (10 + t), so that it forgets the initial weights."""
+    decay_now = jnp.minimum(decay, (1.0 + state.step) / (10.0 + state.step))
+    return jax.tree.map(lambda old, new: decay_now * old + (1.0 - decay_now) * new, state.average, params)
+
+
+def _precise(function: Callable, config: ModelConfig) -> Callable:
+    """Float32 means float32 on TPU and GPU too, where the default would round matrix products to bf16 or tf32."""
+
+    def wrapped(*args):
+        with jax.default_matmul_precision("highest" if config.dtype == "float32" else "default"):
+            return function(*args)
+
+    return wrapped
