@@ -73,7 +73,7 @@ def inspect(
 
 
 def find_run(name: str) -> Path:
-    """The run's folder: the path itself, or the run of that name at home.
+    """The run's folder: the path itself, or the run at home of that name, or whose name alone begins with it.
 
     Raises:
       ConfigError: if neither is a run; it names runs that are called similarly.
@@ -84,6 +84,9 @@ def find_run(name: str) -> Path:
             return path
     known = sorted(p.name for p in runs.iterdir() if (p / "config.json").exists()) if runs.is_dir() else []
     wanted = name.rstrip("/").rpartition("/")[2]
+    begun = [k for k in known if wanted and k.startswith(wanted)]
+    if len(begun) == 1 and "/" not in name:
+        return runs / begun[0]
     close = [k for k in known if wanted and wanted in k][:3] or difflib.get_close_matches(wanted, known, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"{runs} holds {', '.join(known[:5]) or 'no runs'}"
     raise ConfigError("run", name, f"no run there (a folder with a config.json), nor of that name below {runs}: {hint}")

@@ -55,7 +55,8 @@ def train_step(graph: nnx.GraphDef, config: Config) -> Callable[[State, Any, Any
     norm is not finite, and from then on, because `state.step` is no longer what the caller expects: however late the
     caller looks, it finds the state before the bad step, and in `state.step` which one that was.
 
-    metrics: float32, `METRICS` in their order and then the number of updates made after this step.
+    metrics: float32, `METRICS` in their order (`update_ratio`, |update| / |weights|, is NaN but where `train.log_every`
+    asks for a line), and then the number of updates made after this step.
     """
     optimizer, schedule = optim.optimizer(config), optim.learning_rate(config)
     train = config.train
@@ -85,7 +86,8 @@ def train_step(graph: nnx.GraphDef, config: Config) -> Callable[[State, Any, Any
         params = optax.apply_updates(state.params, updates)
         average = None if state.average is None else _average(state, params, train.ema_decay)
         norm = optax.tree.norm(gradient)
-        ratio = optax.tree.norm(updates) / optax.tree.norm(state.params)
+        due = (state.step + 1) % train.log_every == 0  # 3% of a small model's step on a CPU: only for the log
+        ratio = jax.lax.cond(due, _ratio, lambda *_: jnp.float32(jnp.nan), updates, state.params)
         fine = jnp.isfinite(total) & jnp.isfinite(norm) & (state.step == expected)
         new = State(state.step + 1, params, optimizer_state, average)
         new = jax.tree.map(lambda after, before: jnp.where(fine, after, before), new, state)
@@ -129,6 +131,10 @@ def memory_estimate(config: Config) -> dict[str, int]:
     weights = sum(leaf.size for leaf in jax.tree.leaves(params))
     activations = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
     return {"states": 16 * weights, "activations": activations}
+
+
+def _ratio(updates: Any, params: Any) -> jax.Array:
+    return optax.tree.norm(updates) / optax.tree.norm(params)
 
 
 def _average(state: State, params: Any, decay: float) -> Any:

@@ -230,8 +230,8 @@ class _Run:
         """A line of the log and of the screen."""
         now, tokens = time.monotonic(), self.config.data.batch_size * self.config.data.seq_len
         pace = (now - self.mark[1]) / max(step - self.mark[0], 1)
-        speed = {"tokens_per_s": tokens / pace, "mfu": self.utilisation(tokens / pace)}
-        self.log.write(step, self.recent, **named, **{k: v for k, v in speed.items() if v is not None})
+        named = {**named, "tokens_per_s": tokens / pace, "mfu": self.utilisation(tokens / pace) or math.nan}
+        self.log.write(step, self.recent, **{k: v for k, v in named.items() if math.isfinite(v)})
         self.progress.update(step, self.recent[-1], tokens / pace, pace * (self.config.train.steps - step))
         self.recent, self.mark = [], (step, now)
 

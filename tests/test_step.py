@@ -16,7 +16,14 @@ from gattn.step import METRICS, State, abstract_state, new_state, train_step
 
 SMALL = override(
     apply(sinkbench_config(), "g1_headwise"),
-    {"model.d_model": 32, "model.head_dim": 16, "model.ffn_dim": 32, "model.num_layers": 2, "train.steps": 50}
+    {
+        "model.d_model": 32,
+        "model.head_dim": 16,
+        "model.ffn_dim": 32,
+        "model.num_layers": 2,
+        "train.steps": 50,
+        "train.log_every": 1,
+    }
     | {"optim.warmup_steps": 0, "model.vocab_size": 65},
 )
 
