@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from gattn.config import Config, ConfigError, from_dict, is_import_path
-from gattn.files import as_path, cache, home
+from gattn.files import as_path, cache, home, run_directory
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -139,8 +139,18 @@ def prepare_command(argv: list[str]) -> int:
     print(f"  {documents:,} documents, {index['bytes'] / (total - documents):.2f} bytes per token")
     if index["empty_documents"]:
         print(f"  {index['empty_documents']:,} empty documents were left out")
-    print(f"python -m gattn train --data.source {shlex.quote(os.fspath(out))}")
+    print(f"python -m gattn train --data.source {shlex.quote(os.fspath(out))}{_fitting(index)}")
     return 0
+
+
+def _fitting(index: dict[str, Any]) -> str:
+    """What the default preset needs on top to be trained on these data."""
+    from configs.models import tiny
+
+    config, windows = tiny(), index["tokens"]["held_out"] // tiny().data.seq_len
+    wider = f" --model.vocab-size {index['vocab_size']}" if index["vocab_size"] > config.model.vocab_size else ""
+    fewer = f" --data.eval-sequences {windows}" if 0 < windows < config.data.eval_sequences else ""
+    return wider + fewer
 
 
 def _data_name(first: str) -> str:
@@ -227,10 +237,9 @@ def _train(config: Config, directory: Path | None, profile: tuple[int, int] | No
     for name, one in measured["sets"].items() if len(measured["sets"]) > 1 else ():
         print(f"  {name}: loss {one['loss']:.4f}, perplexity {one['perplexity']:.2f}")
     print(f"F-Attn {result['probes']['f_attn']:.4f} (uniform attention gives {result['probes']['f_attn_floor']:.4f})")
-    spikes, speed = result["spikes"], result["time"]
-    print(
-        f"{spikes['count']} loss spikes, {speed['tokens_per_s']:,.0f} tokens/s, {speed['train_s']:,.0f} s of training"
-    )
+    spikes, speed = result["spikes"]["count"], result["time"]
+    print(f"{spikes} loss spikes; {speed['train_s']:,.0f} s at {speed['tokens_per_s']:,.0f} tokens a second")
+    print(f"python -m gattn probe {shlex.quote(os.fspath(directory or run_directory(config)))}")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Golden losses: twenty steps of four small configs, committed; a change of code that changes what is learned is seen.
 
-`python -m tests.test_golden` writes them again. They were made on x86-64 (see the file); other machines and versions round
-differently, which twenty steps let grow, hence the tolerance.
+`python -m tests.test_golden` writes them again. They were made on x86-64 (see the file); other machines and versions
+round differently, which twenty steps let grow, hence the tolerance.
 """
 
 import json

@@ -26,8 +26,10 @@ from gattn import model, train
 from gattn.checkpoint import Checkpoints
 from gattn.config import Config, GateSpec, from_dict, override, to_json
 from gattn.data.loader import Source, open_source
+from gattn.files import run_directory
 from gattn.metrics import read_metrics
 from gattn.step import abstract_state, new_state, train_step
+from tests.bucket import bucket
 
 SHORT = override(
     sinkbench_config(),
@@ -350,6 +352,44 @@ def test_resuming_on_other_data_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["tests.test_train"], "one_token_source", lambda config: other)
     with pytest.raises(train.TrainingError, match="another fingerprint"):
         train.train(config, tmp_path)
+
+
+def stopping_at(step: int, config: Config) -> Source:
+    """The sink bench; this process gets a SIGTERM with the batch of that step."""
+    source = open_source(override(config, {"data.source": "experiments.sinkbench:sinkbench"}))
+
+    def batches(first, rows=slice(None)):
+        for index, batch in enumerate(source.train(first, rows), first):
+            if index == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    return dataclasses.replace(source, train=batches)
+
+
+def test_a_run_lives_in_a_bucket(finished, tmp_path, monkeypatch):
+    """Stopped, resumed and read again where nothing can be appended or renamed: the bits and numbers of a local run."""
+    with bucket(tmp_path / "bucket") as objects:
+        monkeypatch.setenv("GATTN_HOME", "gs://bucket/home")
+        monkeypatch.setattr(train, "open_source", lambda config: stopping_at(7, config))
+        with pytest.raises(SystemExit) as stopped:
+            train.train(SHORT)
+        assert stopped.value.code == 143
+        monkeypatch.undo()
+        monkeypatch.setenv("GATTN_HOME", "gs://bucket/home")
+        result = train.train(SHORT)
+        place = run_directory(SHORT)
+        assert str(place) == f"gs://bucket/home/runs/{SHORT.run_name}"
+        assert_same_run(place, result, finished)
+        assert train.train(SHORT) == json.loads(json.dumps(result))
+        assert train.load(place).step == 12
+        damaged = max((n for n in objects.names() if "checkpoints/12/" in n), key=lambda n: len(objects.read(n)[0]))
+        objects.write(damaged, objects.read(damaged)[0][:500])
+        objects.delete(f"home/runs/{SHORT.run_name}/result.json")
+        again = train.train(SHORT)
+        assert any("damaged-checkpoint-12/" in name for name in objects.names())
+        assert_same_run(place, again, finished)
+    assert list(Path.cwd().glob("gs:*")) == []
 
 
 @pytest.mark.slow
