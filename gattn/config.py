@@ -8,23 +8,20 @@ value and the remedy, before an array exists.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import json
 import math
 import re
-import sys
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from gattn.schema import ConfigError as ConfigError
+from gattn.schema import above, at_least, check_types
+from gattn.schema import from_dict as from_dict
+from gattn.schema import override as override
+from gattn.schema import to_json as to_json
 
-C = TypeVar("C", bound="DataclassInstance")
 SCHEMA = 1  # part of every fingerprint; raise it when a change of code changes what an unchanged config computes
 
 COSMETIC = {"cosmetic": True}  # changes nothing that is trained or measured in the end: never in the fingerprint
@@ -32,17 +29,6 @@ ADDED = {"added": True}  # came later: in the fingerprint only where it is not t
 
 Position = Literal["g1", "g2", "g3", "g4", "g5"]
 Activation = Literal["sigmoid", "silu", "ns_sigmoid", "identity", "two_sigmoid"]
-
-
-class ConfigError(ValueError):
-    """A config that cannot work. `field` is dotted from where the check ran, the message says value and remedy."""
-
-    def __init__(self, field: str, value: Any, remedy: str):
-        super().__init__(f"{field} = {value!r}: {remedy}")
-        self.field, self.value, self.remedy = field, value, remedy
-
-    def __reduce__(self):  # worker processes send it whole
-        return ConfigError, (self.field, self.value, self.remedy)
 
 
 @dataclass(frozen=True)
@@ -69,7 +55,7 @@ class GateSpec:
     """Standard deviation of the gate's weight, in units of model.init_std (0: zero-initialised)."""
 
     def __post_init__(self):
-        _check_types(self)
+        check_types(self)
         if self.position == "g5" and self.granularity == "headwise":
             raise ConfigError("granularity", self.granularity, "g5 gates the D channels after W_O: use elementwise")
         if self.position == "g5" and self.sharing == "shared":
@@ -80,7 +66,7 @@ class GateSpec:
             raise ConfigError("init_scale", self.init_scale, "an input-independent gate starts at zero: leave it at 1")
         if self.bias_init and not self.bias:
             raise ConfigError("bias_init", self.bias_init, "has no effect without a bias: set bias to True")
-        _at_least(self, 0.0, "init_scale")
+        at_least(self, 0.0, "init_scale")
 
     def score_shape(self, model: ModelConfig) -> tuple[int, ...]:
         """Shape of one token's scores before sharing: (heads, head_dim), (heads, 1), or (D,) at g5."""
@@ -158,11 +144,11 @@ class ModelConfig:
     """Implementation of attention; auto takes the best for the device and shape, and the run records which."""
 
     def __post_init__(self):
-        _check_types(self)
+        check_types(self)
         positive = ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
-        _at_least(self, 1, *positive, "max_seq_len", "ffn_multiple")
-        _above(self, 0.0, "rope_theta", "norm_eps")
-        _at_least(self, 0.0, "init_std")
+        at_least(self, 1, *positive, "max_seq_len", "ffn_multiple")
+        above(self, 0.0, "rope_theta", "norm_eps")
+        at_least(self, 0.0, "init_std")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 "num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads} (grouped-query attention)"
@@ -228,10 +214,10 @@ class DataConfig:
     """Threads that read batches ahead (0: the loop reads them itself); cannot change a batch."""
 
     def __post_init__(self):
-        _check_types(self)
-        _at_least(self, 1, "batch_size", "eval_sequences")
-        _at_least(self, 2, "seq_len")
-        _at_least(self, 0, "workers")
+        check_types(self)
+        at_least(self, 1, "batch_size", "eval_sequences")
+        at_least(self, 2, "seq_len")
+        at_least(self, 0, "workers")
         if self.source != "corpus" and not is_import_path(self.source):
             self.mixture()
 
@@ -276,9 +262,9 @@ class OptimConfig:
     """Global gradient norm above which gradients are scaled down."""
 
     def __post_init__(self):
-        _check_types(self)
-        _above(self, 0.0, "learning_rate", "eps", "clip_norm")
-        _at_least(self, 0.0, "final_learning_rate", "weight_decay", "warmup_steps", "b1", "b2")
+        check_types(self)
+        above(self, 0.0, "learning_rate", "eps", "clip_norm")
+        at_least(self, 0.0, "final_learning_rate", "weight_decay", "warmup_steps", "b1", "b2")
         for name in ("b1", "b2"):
             if getattr(self, name) >= 1:
                 raise ConfigError(name, getattr(self, name), "a decay rate lies in [0, 1)")
@@ -324,10 +310,10 @@ class TrainConfig:
     """Weights & Biases project to report to; empty reports nowhere."""
 
     def __post_init__(self):
-        _check_types(self)
-        _at_least(self, 1, "steps", "loss_chunk", "accumulation", "log_every", "eval_every", "checkpoint_every")
-        _at_least(self, 1, "keep_last")
-        _at_least(self, 0, "seed", "z_loss", "ema_decay", "probe_every", "keep_every")
+        check_types(self)
+        at_least(self, 1, "steps", "loss_chunk", "accumulation", "log_every", "eval_every", "checkpoint_every")
+        at_least(self, 1, "keep_last")
+        at_least(self, 0, "seed", "z_loss", "ema_decay", "probe_every", "keep_every")
         if self.ema_decay >= 1:
             raise ConfigError("ema_decay", self.ema_decay, "a decay rate lies in [0, 1)")
         if self.keep_every % self.checkpoint_every:
@@ -350,7 +336,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self):
-        _check_types(self)
+        check_types(self)
         if self.optim.warmup_steps >= self.train.steps:
             raise ConfigError(
                 "optim.warmup_steps", self.optim.warmup_steps, f"must be below train.steps = {self.train.steps}"
@@ -389,6 +375,12 @@ class Config:
         return f"{source}-{self.model.label}-s{self.train.seed}-{self.fingerprint()[:10]}"[-120:]
 
 
+def is_import_path(text: str) -> bool:
+    """Whether text reads `package.module:function`."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
 def differences(old: Config, new: Config) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
     """Dotted field -> (old, new) where two configs differ: what changes a run's mathematics, and what does not."""
     mathematical: dict[str, tuple[Any, Any]] = {}
@@ -404,133 +396,3 @@ def differences(old: Config, new: Config) -> tuple[dict[str, tuple[Any, Any]], d
 
 def _left_out(f: dataclasses.Field, value: Any) -> bool:
     return bool(f.metadata.get("cosmetic") or (f.metadata.get("added") and value == f.default))
-
-
-# ---- dicts and JSON ---------------------------------------------------------------------------------------------
-
-
-def to_json(config: Any) -> str:
-    """The config as indented JSON; `from_dict(type(config), json.loads(...))` gives it back."""
-    return json.dumps(dataclasses.asdict(config), indent=1)
-
-
-def from_dict(cls: type[C], values: Mapping[str, Any], where: str = "") -> C:
-    """Builds a config dataclass from plain values; an unknown key, type or value raises ConfigError naming it."""
-    if not isinstance(values, Mapping):
-        raise ConfigError(where or cls.__name__, values, f"expected an object with the fields of {cls.__name__}")
-    hints = typing.get_type_hints(cls)
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        path = f"{where}.{key}" if where else key
-        if key not in hints:
-            raise _unknown(path, value, key, hints)
-        hint = hints[key]
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            value = from_dict(hint, value, path)
-        elif typing.get_origin(hint) is tuple:
-            item = typing.get_args(hint)[0]
-            if not isinstance(value, (list, tuple)):
-                raise ConfigError(path, value, "expected a list")
-            value = tuple(v if isinstance(v, item) else from_dict(item, v, f"{path}.{i}") for i, v in enumerate(value))
-        out[key] = value
-    with _located(where):
-        return cls(**out)
-
-
-def override(config: C, changes: Mapping[str, Any]) -> C:
-    """A copy with dotted fields replaced, e.g. `override(config, {"model.num_layers": 8})`; all at once, then checked.
-
-    Raises:
-      ConfigError: for an unknown key (naming the nearest known one) or a value that does not fit.
-    """
-    values = dataclasses.asdict(config)
-    for path, value in changes.items():
-        *parents, last = path.split(".")
-        node: Any = values
-        for name in parents:
-            node = node.get(name) if isinstance(node, dict) else None
-        if not isinstance(node, dict) or last not in node:
-            raise _unknown(path, value, path, _dotted(dataclasses.asdict(config)))
-        is_tuple = isinstance(value, tuple)
-        node[last] = [dict(vars(v)) if isinstance(v, GateSpec) else v for v in value] if is_tuple else value
-    return from_dict(type(config), values)
-
-
-# ---- checks -----------------------------------------------------------------------------------------------------
-
-
-class _located:
-    """Prefixes the field of a ConfigError raised inside with the place in the config tree."""
-
-    def __init__(self, where: str):
-        self.where = where
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if self.where and isinstance(error, ConfigError):
-            raise ConfigError(f"{self.where}.{error.field}", error.value, error.remedy) from None
-
-
-def _check_types(config: Any) -> None:
-    for name, hint in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        if not _fits(value, hint):
-            raise ConfigError(name, value, f"expected {_spell(hint)}")
-        if hint is float:
-            object.__setattr__(config, name, float(value))  # 1 and 1.0 are one value, with one fingerprint
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        return value in typing.get_args(hint) and isinstance(value, str)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _spell(hint: Any) -> str:
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
-    if isinstance(hint, types.GenericAlias):
-        return f"a list of {typing.get_args(hint)[0].__name__}"
-    return {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}.get(
-        hint, hint.__name__
-    )
-
-
-def _at_least(config: Any, low: float, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < low:
-            raise ConfigError(name, getattr(config, name), f"must be at least {low:g}")
-
-
-def _above(config: Any, low: float, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) <= low:
-            raise ConfigError(name, getattr(config, name), f"must be above {low:g}")
-
-
-def is_import_path(text: str) -> bool:
-    """Whether text reads `package.module:function`."""
-    module, colon, name = text.partition(":")
-    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
-
-
-def _dotted(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    out = []
-    for key, value in values.items():
-        out += _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
-    return out
-
-
-def _unknown(path: str, value: Any, key: str, known) -> ConfigError:
-    close = difflib.get_close_matches(key, list(known), n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
-    return ConfigError(path, value, f"no such field; {hint}")

@@ -8,7 +8,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # A file of gattn imports only from rows above its own.
 ROWS = [
-    ["gattn", "gattn.config"],
+    ["gattn", "gattn.schema"],
+    ["gattn.config"],
     ["gattn.files"],
     ["gattn.sharding"],
     ["gattn.kernels", "gattn.kernels.masks"],
@@ -87,7 +88,8 @@ def test_presets_import_only_the_config(path):
 
 
 def test_config_needs_no_jax_and_one_module_knows_orbax():
-    assert not {name for name in imported(ROOT / "gattn/config.py") if name.split(".")[0] in ("jax", "flax", "numpy")}
+    for path in (ROOT / "gattn/schema.py", ROOT / "gattn/config.py"):
+        assert not {name for name in imported(path) if name.split(".")[0] in ("jax", "flax", "numpy")}
     knowing = {module_name(p) for p in files("gattn") if any(n.startswith("orbax") for n in imported(p))}
     assert knowing == {"gattn.checkpoint"}
 

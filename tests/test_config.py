@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gattn.config import Config, ConfigError, GateSpec, ModelConfig, from_dict, override, to_json
+from configs.models import tiny
+from gattn.config import Config, ConfigError, GateSpec, ModelConfig, differences, from_dict, override, to_json
 
 
 def literals(cls, name):
@@ -161,3 +162,42 @@ def test_matched_ffn_is_the_nearest_multiple(spec, width, multiple):
     assert difference(gated.ffn_width) <= difference(gated.ffn_width + multiple)
     assert difference(gated.ffn_width) <= difference(gated.ffn_width - multiple)
     assert dataclasses.replace(gated, match_params=False).ffn_width == ungated.ffn_dim
+
+
+def test_a_field_that_came_later_leaves_older_fingerprints_alone():
+    """The two that runs of before those fields have, and what such a field changes when it is set."""
+    from experiments.sinkbench import sinkbench_config
+
+    assert tiny().run_name == "corpus-baseline-s0-8a7b501dab"
+    assert sinkbench_config().run_name == "sinkbench-baseline-s0-1f5d8c7e45"
+    for field, value in (("train.z_loss", 1e-4), ("train.accumulation", 2), ("optim.schedule", "linear")):
+        assert override(tiny(), {field: value}).fingerprint() != tiny().fingerprint()
+    for field, value in (("train.probe_every", 5), ("data.workers", 4), ("train.keep_best", True)):
+        changes = {field: value, "train.checkpoint_every": 100, "train.eval_every": 100}
+        assert override(tiny(), changes).fingerprint() == tiny().fingerprint()
+
+
+def test_differences_are_told_apart():
+    other = override(tiny(), {"optim.b2": 0.9, "train.log_every": 3, "model.gates": (GateSpec(),)})
+    mathematical, cosmetic = differences(tiny(), other)
+    assert mathematical == {"model.gates": ((), (GateSpec(),)), "optim.b2": (0.95, 0.9)}
+    assert cosmetic == {"train.log_every": (10, 3)}
+    assert differences(other, other) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("data/web", "web"),
+        ("/a/b/my texts/", "my-texts"),
+        ("gs://bucket/web=0.7, data/code=0.3", "web+code"),
+        ("experiments.sinkbench:sinkbench", "sinkbench"),
+    ],
+)
+def test_run_names_say_what_was_trained_on(source, name):
+    assert override(tiny(), {"data.source": source}).run_name.startswith(f"{name}-baseline-s0-")
+
+
+def test_mixture_weights_sum_to_one():
+    mixture = override(tiny(), {"data.source": "gs://bucket/web=6,data/a=b=3"}).data.mixture()
+    assert mixture == {"gs://bucket/web": pytest.approx(2 / 3), "data/a=b": pytest.approx(1 / 3)}
