@@ -3,8 +3,8 @@
 The loop is the real one: batches read from the corpus, every step's metrics read, log, TensorBoard events, spike count.
 The bare step is the same compiled function in a Python loop over one batch that lies on the device. Both take turns in
 one process, some steps each, so that a machine whose speed drifts does not decide; the ratio is of their summed times.
-`small` is measured with one sequence a step, as a CPU can. A probe's cost is measured too: the interval from which on it
-is under 3%.
+`small` is measured with one sequence a step, as a CPU can. A probe's cost is measured too: the interval from which on
+it is under 3%.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Loss spikes counted on calm and on unstable runs: `python -m experiments.spikes`.
 
 Six runs of `tiny`, 200 steps each: three seeds as it is, three unstable, with a learning rate that climbs to 1.0 (300
-times too high), without clipping and QK-norm. Prints what `gattn.metrics.SpikeCounter` finds; writes a table and curves.
+times too high), no clipping, no QK-norm. Prints what `gattn.metrics.SpikeCounter` finds, writes a table and curves.
 """
 
 import sys
@@ -59,9 +59,9 @@ def table(results: dict[tuple[str, int], dict[str, Any]]) -> str:
     lines = [
         "# Loss spikes",
         "",
-        f"A loss more than {rule.DEVIATIONS:g} standard deviations above the mean of the last {rule.WINDOW} calm losses",
-        f"(at least {rule.LEAST}) begins a spike, which lasts until {rule.QUIET} losses in a row are calm. `unstable`",
-        "is `tiny` with a learning rate that climbs to 1.0 over 150 steps, no clipping, no QK-norm. Made by",
+        f"A loss more than {rule.DEVIATIONS:g} standard deviations above the mean of the last {rule.WINDOW} calm",
+        f"losses (at least {rule.LEAST}) begins a spike, which lasts until {rule.QUIET} losses in a row are calm.",
+        "`unstable` is `tiny` with a learning rate that climbs to 1.0 over 150 steps, no clipping, no QK-norm. Made by",
         "`python -m experiments.spikes`.",
         "",
         "| run | seed | spikes | begin at step | share of spiking losses | largest loss after step 32 | last loss |",

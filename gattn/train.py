@@ -135,7 +135,7 @@ class _Run:
         profile: tuple[int, int] | None,
     ):
         self.config, self.directory, self.source, self.checkpoints = config, directory, source, checkpoints
-        self.interrupted, self.profile = interrupted, profile
+        self.interrupted, self.profile, self.tracing = interrupted, profile, False
         self.graph = model.abstract(config.model)[0]
         self.step_fn, self.eval_fn = train_step(self.graph, config), eval_step(self.graph, config)
         self.probe_fn = eval_step(self.graph, config, probe=True)
@@ -166,6 +166,7 @@ class _Run:
             self.progress.note(f"stopped at step {self.step}: the same command goes on from here")
             raise SystemExit(128 + (self.interrupted() or signal.SIGTERM)) from None
         finally:
+            self.end_trace()
             self.log.close()
             self.progress.stop()
         return self.summary(evaluated, self.measure(sums))
@@ -195,8 +196,6 @@ class _Run:
                     self.evaluate()
                 self.save()
         self.settle(write=True)
-        if self.profile:
-            self.trace(*self.profile)
         self.tick()
 
     def tick(self) -> None:
@@ -302,13 +301,20 @@ class _Run:
         self.log.write(self.step, **numbers, **gates)
 
     def trace(self, start: int, stop: int) -> None:
-        """Begins or ends the profiler's trace where this is its step."""
-        if self.step == start:
+        """Begins or ends the profiler's trace of the steps from `start` to before `stop`, as far as this process is."""
+        if not self.tracing and start <= self.step < stop:
+            self.tracing = True
             jax.profiler.start_trace(str(self.directory / "profile"))
-        elif self.step == stop:
+        elif self.tracing and self.step >= stop:
             self.settle()
+            self.end_trace()
+
+    def end_trace(self) -> None:
+        """Writes the trace, if one was begun."""
+        if self.tracing:
+            self.tracing = False
             jax.profiler.stop_trace()
-            self.progress.note(f"trace of steps {start} to {stop - 1}: {self.directory / 'profile'}")
+            self.progress.note(f"profile up to step {self.step}: {self.directory / 'profile'}")
 
     @property
     def activations(self) -> dict[Any, str]:

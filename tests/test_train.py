@@ -1,6 +1,8 @@
 """Training: resume equals uninterrupted, learning happens, folders are guarded, results are complete."""
 
 import dataclasses
+import importlib
+import importlib.util
 import io
 import json
 import math
@@ -24,7 +26,7 @@ from configs.variants import apply
 from experiments.sinkbench import sinkbench_config
 from gattn import model, train
 from gattn.checkpoint import Checkpoints
-from gattn.config import Config, GateSpec, from_dict, override, to_json
+from gattn.config import Config, ConfigError, GateSpec, from_dict, override, to_json
 from gattn.data.loader import Source, open_source
 from gattn.files import run_directory
 from gattn.metrics import read_metrics
@@ -352,6 +354,50 @@ def test_resuming_on_other_data_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["tests.test_train"], "one_token_source", lambda config: other)
     with pytest.raises(train.TrainingError, match="another fingerprint"):
         train.train(config, tmp_path)
+
+
+@pytest.mark.parametrize("asked", [(3, 5), (10, 100)])
+def test_a_profile_is_written_for_the_steps_asked_for(tmp_path, asked):
+    """Also beyond the last."""
+    console = Console(file=io.StringIO(), width=1000)
+    train.train(SHORT, tmp_path, console, profile=asked)
+    assert f"profile up to step {min(asked[1], 12)}:" in console.file.getvalue()
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+WANDB = """
+import json
+calls = []
+def init(**kwargs):
+    calls.append(["init", kwargs])
+    return Run()
+class Run:
+    def log(self, values, step):
+        calls.append(["log", step, values])
+    def finish(self):
+        calls.append(["finish"])
+"""
+
+
+def test_numbers_go_to_wandb_when_asked(tmp_path, monkeypatch):
+    """Against a module that notes what it is told; without any, the run is refused before anything is written."""
+    config = override(SHORT, {"train.wandb": "gates"})
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
+    if importlib.util.find_spec("wandb") is None:
+        with pytest.raises(ConfigError, match="pip install wandb"):
+            train.train(config, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "wandb.py").write_text(WANDB)
+    importlib.invalidate_caches()
+    train.train(config, tmp_path / "run")
+    calls = sys.modules.pop("wandb").calls
+    assert calls[0][1]["project"] == "gates"
+    assert calls[0][1]["id"] == SHORT.run_name
+    assert calls[-1] == ["finish"]
+    logged = [(step, values["eval_loss"]) for kind, step, values in calls[1:-1] if "eval_loss" in values]
+    assert [step for step, _ in logged] == [0, 4, 8, 12]
+    assert all(math.isfinite(x) for _, _, values in calls[1:-1] for x in values.values())
 
 
 def stopping_at(step: int, config: Config) -> Source:
