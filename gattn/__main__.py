@@ -33,6 +33,12 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before or beside what the command itself answers with a checkpoint
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def train_command(argv: list[str]) -> int:
@@ -62,9 +68,10 @@ def train_command(argv: list[str]) -> int:
         dry_run: Annotated[bool, tyro.conf.arg(help="Show shapes, parameters, FLOPs and memory; train nothing")] = False
 
     given = tyro.cli(Train, default=Train(config), args=rest, prog="python -m gattn train")
+    profile = _steps(given.profile)
     if given.dry_run:
         return dry_run(given.config)
-    return _train(given.config, as_path(given.dir) if given.dir else None, _steps(given.profile))
+    return _train(given.config, as_path(given.dir) if given.dir else None, profile)
 
 
 def probe_command(argv: list[str]) -> int:
@@ -181,6 +188,10 @@ def dry_run(config: Config) -> int:
     from rich.console import Console
 
     from gattn import files, model, step
+    from gattn.data.loader import open_source
+
+    if config.data.source != "corpus":  # which is always there, and takes seconds
+        open_source(config)
 
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{config.run_name} -> {files.run_directory(config)}\n")

@@ -219,7 +219,9 @@ class DataConfig:
         at_least(self, 2, "seq_len")
         at_least(self, 0, "workers")
         if self.source != "corpus" and not is_import_path(self.source):
-            self.mixture()
+            parts = self.mixture()
+            one_spelling = ",".join(f"{folder}={weight:.6g}" for folder, weight in parts.items())
+            object.__setattr__(self, "source", one_spelling if len(parts) > 1 else next(iter(parts)))
 
     def mixture(self) -> dict[str, float]:
         """Prepared folder -> weight (they sum to 1), where `source` names folders: `a` or `a=0.7,b=0.3`."""
@@ -227,12 +229,15 @@ class DataConfig:
         for part in self.source.split(","):
             folder, given, weight = part.strip().rpartition("=")
             folder, weight = (folder, weight) if given else (weight, "1")
+            folder = folder.rstrip("/") or folder
             try:
                 out[folder] = float(weight)
             except ValueError:
                 out[folder] = math.nan
             if not folder or not 0 < out[folder] < math.inf:
-                remedy = "use 'corpus', a prepared folder, 'FOLDER=0.7,FOLDER=0.3' or 'package.module:function'"
+                remedy = (
+                    "use 'corpus', a prepared folder, 'FOLDER=0.7,FOLDER=0.3' (above 0) or 'package.module:function'"
+                )
                 raise ConfigError("source", self.source, remedy)
         if len(out) != self.source.count(",") + 1:
             raise ConfigError("source", self.source, "names a folder twice: add its weights")
@@ -246,7 +251,7 @@ class OptimConfig:
     learning_rate: float = 3e-3
     """Peak, reached after warmup_steps."""
     final_learning_rate: float = 3e-4
-    """Reached at the last step (unused with schedule = constant)."""
+    """Where the schedule ends, one step after the last (unused with schedule = constant)."""
     warmup_steps: int = 50
     schedule: Literal["cosine", "linear", "constant", "wsd"] = field(default="cosine", metadata=ADDED)
     """After the warm-up: cosine or linear to final_learning_rate; constant; wsd (warm-up, stable, decay) stays at the
@@ -268,10 +273,10 @@ class OptimConfig:
         for name in ("b1", "b2"):
             if getattr(self, name) >= 1:
                 raise ConfigError(name, getattr(self, name), "a decay rate lies in [0, 1)")
-        if self.final_learning_rate > self.learning_rate:
+        if self.schedule != "constant" and self.final_learning_rate > self.learning_rate:
             raise ConfigError("final_learning_rate", self.final_learning_rate, "must not exceed learning_rate")
-        if (self.schedule == "wsd") != (self.decay_steps > 0):
-            remedy = "the length of wsd's decay: at least 1 with optim.schedule = wsd, 0 with the others"
+        if self.decay_steps < 2 if self.schedule == "wsd" else self.decay_steps:
+            remedy = "the length of wsd's decay: at least 2 with optim.schedule = wsd, 0 with the others"
             raise ConfigError("decay_steps", self.decay_steps, remedy)
 
 

@@ -20,6 +20,18 @@ class TrainingError(RuntimeError):
     """A run that cannot go on; the message says why and what to do."""
 
 
+def read_json(path: Path) -> Any:
+    """A file of the run.
+
+    Raises:
+      TrainingError: if it is damaged.
+    """
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise TrainingError(f"{path} is damaged ({error}): move it away, and run the same command again") from error
+
+
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[None]:
     """Holds the folder for this process; the operating system lets go when the process ends, however it ends. A bucket
@@ -41,16 +53,18 @@ def lock(directory: Path) -> Iterator[None]:
 
 
 def claim(directory: Path, config: Config, console: Console) -> None:
-    """Writes config.json, or checks that the folder's is the same run."""
+    """Writes config.json, or checks that the folder's is the same run; a finished one's stays as it is."""
     path = directory / "config.json"
     if path.exists():
-        mathematical, cosmetic = differences(from_dict(Config, json.loads(path.read_text())), config)
+        mathematical, cosmetic = differences(from_dict(Config, read_json(path)), config)
         if mathematical:
             raise TrainingError(
                 f"{directory} holds another run, with {_spell(mathematical)}: choose another folder, or the old values"
             )
         if cosmetic:
             console.print(f"changed since this run began: {_spell(cosmetic)}", highlight=False)
+        if not cosmetic or (directory / "result.json").exists():
+            return
     write_atomically(path, to_json(config))
 
 

@@ -21,6 +21,7 @@ from gattn import page, probes, train
 from gattn.config import ConfigError
 from gattn.data.loader import Batch, Source
 from gattn.files import as_path, home, write_atomically
+from gattn.loss import describe
 
 DEFAULT_MAPS = 3  # layers whose attention maps are shown unless they are named
 
@@ -73,7 +74,7 @@ def inspect(
 
 
 def find_run(name: str) -> Path:
-    """The run's folder: the path itself, or the run at home of that name, or whose name alone begins with it.
+    """The run's folder: the path itself, the run at home of that name, or the only one whose name begins with it.
 
     Raises:
       ConfigError: if neither is a run; it names runs that are called similarly.
@@ -84,9 +85,11 @@ def find_run(name: str) -> Path:
             return path
     known = sorted(p.name for p in runs.iterdir() if (p / "config.json").exists()) if runs.is_dir() else []
     wanted = name.rstrip("/").rpartition("/")[2]
-    begun = [k for k in known if wanted and k.startswith(wanted)]
-    if len(begun) == 1 and "/" not in name:
+    begun = [k for k in known if wanted and "/" not in name and k.startswith(wanted)]
+    if len(begun) == 1:
         return runs / begun[0]
+    if begun:
+        raise ConfigError("run", name, f"{len(begun)} runs begin so: {', '.join(begun)}")
     close = [k for k in known if wanted and wanted in k][:3] or difflib.get_close_matches(wanted, known, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"{runs} holds {', '.join(known[:5]) or 'no runs'}"
     raise ConfigError("run", name, f"no run there (a folder with a config.json), nor of that name below {runs}: {hint}")
@@ -101,7 +104,7 @@ def read_text(path: Path, source: Source) -> Int[np.ndarray, " _"]:
     if source.encode is None:
         raise ConfigError("text", str(path), "this run was trained on data that are no text: leave --text out")
     if not path.is_file():
-        raise ConfigError("text", str(path), "no such file")
+        raise ConfigError("text", str(path), "is a folder" if path.is_dir() else "no such file")
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -145,12 +148,12 @@ def measure(
         total, targets = total + float(loss), targets + int(count)
         if source.token_bytes is not None:
             size += int(source.token_bytes[batch["targets"][batch["targets"] >= 0]].sum())
-        sums = aux if sums is None else train.add_sums(sums, aux)
+        sums = aux if sums is None else probes.add(sums, aux)
         first = first or batch
     probed = probes.summarise(sums, {spec.position: spec.activation for spec in config.model.gates})
     return {
         "data": {"name": name, "sequences": int(sums["sequences"]), "tokens": int(sums["tokens"])},
-        "eval": train.describe_loss(total, targets, size),
+        "eval": describe(total, targets, size),
         "probes": probed,
         "maps": _maps(sums, first, source, sorted(set(layers or _interesting(probed["f_attn_by_layer"])))),
     }

@@ -1,7 +1,8 @@
 """Cross entropy over a vocabulary without the logits of a whole batch ever existing."""
 
 import functools
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,16 @@ def cross_entropy(
     flat = hidden.reshape(-1, hidden.shape[-1])
     objective, nll = _summed(flat, matrix, targets, min(chunk, targets.size), z_loss)
     return Losses(objective, jax.lax.stop_gradient(nll), jnp.sum(targets >= 0).astype(jnp.float32))
+
+
+def describe(total: float, tokens: int, size: int) -> dict[str, Any]:
+    """A summed loss in nats over `tokens` targets that stand for `size` bytes of text (0: they are no text)."""
+    return {
+        "loss": total / tokens,
+        "perplexity": math.exp(min(total / tokens, 700.0)),
+        "bits_per_byte": total / (math.log(2) * size) if size else None,
+        "tokens": tokens,
+    }
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

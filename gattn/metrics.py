@@ -1,8 +1,10 @@
 """What a run writes and shows while it trains: metrics, TensorBoard and W&B, loss spikes, a progress line."""
 
 import collections
+import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -153,32 +155,44 @@ class MetricsLog:
             sink.write(step, numbers)
 
     def flush(self) -> None:
-        """Writes what only memory holds yet."""
-        if self._file or not self._lines:
+        """Writes what only memory holds yet, through to the disk."""
+        if self._file:
+            os.fsync(self._file.fileno())
+            return
+        if not self._lines:
             return
         write_atomically(self._directory / f"metrics-{self._part:06d}.jsonl", "".join(self._lines))
         if len(self._lines) >= PART_LINES:
             self._part, self._lines = self._part + 1, []
 
     def close(self) -> None:
-        self.flush()
-        if self._file:
-            self._file.close()
-        for sink in self._sinks:
-            sink.close()
+        """Also of the sinks; each is closed whatever another raises."""
+        with contextlib.ExitStack() as closing:
+            for sink in self._sinks:
+                closing.callback(sink.close)
+            if self._file:
+                closing.callback(self._file.close)
+            self.flush()
 
 
 class TensorBoard:
-    """Events below `directory`; those beyond `step` are marked as redone."""
+    """Events below `directory`; those beyond `step` are marked as redone. Written at once, so that a disk that takes no
+    more is an OSError here and not a thread that died."""
 
     def __init__(self, directory: Path, step: int):
-        from tensorboardX import SummaryWriter
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
 
-        self._writer = SummaryWriter(str(directory), purge_step=step + 1, flush_secs=10, filename_suffix=f".{step}")
+        self._event, self._scalar = Event, scalar
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(directory / "events"), filename_suffix=f".{step}")
+        self._writer.write_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.write_event(self._event(step=step, wall_time=time.time(), summary=self._scalar(name, value)))
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -225,6 +239,8 @@ class ProgressLine:
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("", total=steps, completed=start, status="compiling")
+
+    def start(self) -> None:
         self._bar.start()
 
     def update(self, step: int, loss: float, tokens_per_s: float, seconds_left: float) -> None:

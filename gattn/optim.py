@@ -10,7 +10,7 @@ NEVER_DECAYED = "bias"
 
 
 def learning_rate(config: Config) -> optax.Schedule:
-    """Step (from 0) -> learning rate: linear from 0 to the peak, then `optim.schedule`, which ends at the last step."""
+    """Step (from 0) -> learning rate: linear from 0 to the peak, then `optim.schedule`, which would end one step on."""
     optim = config.optim
     peak, final = optim.learning_rate, optim.final_learning_rate
     left = config.train.steps - optim.warmup_steps

@@ -172,6 +172,13 @@ def _sum_of_shares(values: Float[Array, "B T heads width"], tokens: Bool[Array, 
     return jnp.sum(jnp.where(tokens, values.mean(axis=(2, 3)), 0.0))
 
 
+def add(total: Sums, more: Sums) -> Sums:
+    """The sums of two sets of batches, as numpy; the map stays that of the first."""
+    added = jax.tree.map(np.add, total, more)
+    added["layers"]["map"] = total["layers"]["map"]
+    return added
+
+
 def summarise(sums: Mapping[str, Any], activations: Mapping[Any, str]) -> dict[str, Any]:
     """Plain numbers from totals: `query_floor`'s entries and `layers`, whose leaves have a leading layer axis.
 

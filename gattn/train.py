@@ -4,6 +4,7 @@ A finished run is not trained again, one that was cut goes on from its newest ch
 from training the same run. Batches are addressed by step, so a checkpoint needs no iterator state.
 """
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -22,12 +23,14 @@ from rich.console import Console
 from gattn import __version__, metrics, model, probes
 from gattn.checkpoint import CheckpointError, Checkpoints, Restored
 from gattn.config import Config, ConfigError, from_dict, to_json
-from gattn.data.loader import Source, open_source
+from gattn.data.loader import Source, host_rows, open_source
 from gattn.files import is_local, run_directory, write_atomically
-from gattn.guard import TrainingError, claim, lock, signals
+from gattn.guard import TrainingError, claim, lock, read_json, signals
 from gattn.kernels.api import choose_implementation
+from gattn.loss import describe
 from gattn.step import METRICS, State, abstract_state, describe_model, eval_step, new_state, train_step
 
+NONE_LEFT = "None is left to go on from: if the run is not being trained now, move its folder away to start again"
 CURVE_POINTS = 300  # at most this many points of the loss curve go into result.json
 
 
@@ -57,26 +60,29 @@ def train(
     if config.train.wandb and importlib.util.find_spec("wandb") is None:
         remedy = "wandb is not installed: pip install wandb, or leave it empty"
         raise ConfigError("train.wandb", config.train.wandb, remedy)
+    if profile and not (is_local(directory) and 0 <= profile[0] < profile[1] and profile[0] < config.train.steps):
+        remedy = f"give two steps below train.steps = {config.train.steps}, the first the lower, and a folder on a disk"
+        raise ConfigError("profile", profile, remedy)
     with signals() as interrupted:
         source = open_source(config)  # says what is wrong with the data before anything is written
         if stopping := interrupted():
             raise SystemExit(128 + stopping)
-        with lock(directory):
-            claim(directory, config, console)
-            if (directory / "result.json").exists():
-                console.print(f"finished before: {directory}", highlight=False)
-                result = json.loads((directory / "result.json").read_text())
-                _same_data(directory, result["data"]["fingerprint"], source)
-                return result
-            try:
+        try:
+            with lock(directory):
+                claim(directory, config, console)
+                if (directory / "result.json").exists():
+                    console.print(f"finished before: {directory}", highlight=False)
+                    result = read_json(directory / "result.json")
+                    _same_data(directory, result["data"]["fingerprint"], source)
+                    return result
                 with Checkpoints(directory / "checkpoints", config.train) as checkpoints:
                     result = _Run(config, directory, source, checkpoints, console, interrupted, profile).finish()
                 write_atomically(directory / "result.json", json.dumps(result, allow_nan=False))
-            except CheckpointError as error:
-                raise TrainingError(str(error)) from error
-            except OSError as error:  # a full disk, above all
-                raise TrainingError(f"{error}. The same command goes on from the last checkpoint") from error
-        return result
+                return result
+        except CheckpointError as error:
+            raise TrainingError(str(error)) from error
+        except OSError as error:  # a full disk, above all
+            raise TrainingError(f"{error}. The same command goes on from the last checkpoint") from error
 
 
 class Loaded(NamedTuple):
@@ -99,20 +105,26 @@ def load(directory: Path, step: int | None = None) -> Loaded:
     path = directory / "config.json"
     if not path.exists():
         raise ConfigError("run", str(directory), "no run there: it has no config.json")
-    config = from_dict(Config, json.loads(path.read_text()))
+    config = from_dict(Config, read_json(path))
     source, like = open_source(config), abstract_state(config)
-    with Checkpoints(directory / "checkpoints") as checkpoints:
-        if not checkpoints.steps:
-            raise ConfigError("run", str(directory), "has no checkpoint yet: train it first")
-        if step is not None and step not in checkpoints.steps:
-            raise ConfigError("step", step, f"has no checkpoint; there are {checkpoints.steps}")
+    checkpoints = Checkpoints(directory / "checkpoints")
+    if not checkpoints.steps:
+        raise ConfigError("run", str(directory), "has no checkpoint: train it until it has one")
+    if step is not None and step not in checkpoints.steps:
+        raise ConfigError("step", step, f"has no checkpoint; there are {checkpoints.steps}")
+    found = None
+    for _ in range(10):  # a run in progress removes old checkpoints while they are read: look again
+        there = checkpoints.steps
         try:
             found = (
                 checkpoints.restore(step, like) if step is not None else _newest(checkpoints, like, lambda text: None)
             )
+            break
         except CheckpointError as error:
-            raise TrainingError(str(error)) from error
-    assert found is not None
+            if checkpoints.steps == there:
+                raise TrainingError(str(error)) from error
+    if found is None:
+        raise TrainingError(f"{directory}: its checkpoints change faster than they can be read; try again")
     _same_data(directory, found.metadata["data"], source)
     return Loaded(config, model.abstract(config.model)[0], found.state.weights, source, found.step)
 
@@ -142,6 +154,10 @@ class _Run:
         self.progress = metrics.ProgressLine(config.train.steps, 0, console)
         self.state, self.step, self.seconds = self._start()
         self.log = metrics.MetricsLog(directory, self.step, self._sinks())
+        if (known := len(self.log.losses)) != self.step:
+            self.progress.note(
+                f"the metrics hold {known} losses of {self.step} steps: curve and spikes begin with those"
+            )
         self.spikes = metrics.SpikeCounter(self.log.losses)
         self.pending: tuple[int, jax.Array] | None = None
         self.recent: list[float] = []  # losses since the last line of the log
@@ -155,26 +171,34 @@ class _Run:
 
     def finish(self) -> dict[str, Any]:
         """Trains what is left, evaluates and probes; the result."""
+        done = None
+        self.progress.start()
         try:
-            self.loop()
-            evaluated, sums = self.evaluate(probe=True)
-            self.began = time.monotonic()  # which is no training
-            self.save()
-        except _Interrupted:
+            try:
+                self.loop()
+                self.end_trace()
+                done = self.evaluate(probe=True)
+                self.began = time.monotonic()  # the evaluation was no training
+            except _Interrupted:
+                pass
             self.settle(write=True)
             self.save()
-            self.progress.note(f"stopped at step {self.step}: the same command goes on from here")
-            raise SystemExit(128 + (self.interrupted() or signal.SIGTERM)) from None
+            self.checkpoints.wait()
         finally:
-            self.end_trace()
-            self.log.close()
-            self.progress.stop()
-        return self.summary(evaluated, self.measure(sums))
+            with contextlib.ExitStack() as closing:  # each, whatever another raises
+                closing.callback(self.progress.stop)
+                closing.callback(self.log.close)
+                closing.callback(self.end_trace)
+        if not done:
+            self.progress.note(f"stopped at step {self.step}: the same command goes on from here")
+            raise SystemExit(128 + (self.interrupted() or signal.SIGTERM))
+        return self.summary(done[0], self.measure(done[1]))
 
     def loop(self) -> None:
         """Dispatches each step before the metrics of the one before are read, so the device never waits for Python."""
         train = self.config.train
-        batches = self.source.train(self.step)
+        rows = host_rows(self.config.data.batch_size, jax.process_index(), jax.process_count())
+        batches = self.source.train(self.step, rows)
         self.began = time.monotonic()
         self.mark = (self.step, self.began)
         while self.step < train.steps:
@@ -241,28 +265,49 @@ class _Run:
     def stop_at_bad_step(self, named: dict[str, float]) -> None:
         """Keeps the state before the step that was not finite, and says where it went wrong."""
         self.step = int(self.state.step)
-        batch = next(self.source.train(self.step))
-        sums = jax.device_get(self.probe_fn(self.state.params, batch)[2])
-        largest = sums["layers"]["m_act"] / sums["sequences"]
-        wrong = np.flatnonzero(~np.isfinite(largest))
-        layer = int(wrong[0]) if len(wrong) else int(largest.argmax())
-        found = f"layer {layer} of 0 to {len(largest) - 1}, mean over sequences of max |h| = {largest[layer]:.4g}"
-        if self.recent:
-            self.log.write(self.step, self.recent)
-        self.save()
+        self.keep()
+        try:
+            where = self.where_it_is_largest()
+        except Exception as error:  # such as no memory for the probes: the state is safe, and the step is known
+            where = f"Its layer could not be found ({str(error).splitlines()[0]})"
         raise TrainingError(
             f"step {self.step + 1}: the loss is {named['loss']:.6g}, the gradient norm {named['grad_norm']:.6g}. "
-            f"{'First layer that is not finite' if len(wrong) else 'Largest activations'}: {found}. The state before "
-            f"this step is kept as checkpoint {self.step}; lower optim.learning_rate or optim.clip_norm in a new run"
+            f"{where}. The state before this step is kept as checkpoint {self.step}; lower optim.learning_rate or "
+            "optim.clip_norm in a new run"
         )
+
+    def where_it_is_largest(self) -> str:
+        """The first layer whose activations on the next batch are not finite, or the one where they are largest."""
+        batch, largest = next(self.source.train(self.step)), []
+        for part in range(self.config.train.accumulation):
+            rows = {key: np.split(value, self.config.train.accumulation)[part] for key, value in batch.items()}
+            sums = jax.device_get(self.probe_fn(self.state.params, rows)[2])
+            largest.append(sums["layers"]["m_act"] / sums["sequences"])
+        worst = np.max(largest, axis=0)  # which keeps NaN
+        wrong = np.flatnonzero(~np.isfinite(worst))
+        layer = int(wrong[0]) if len(wrong) else int(worst.argmax())
+        what = "First layer that is not finite" if len(wrong) else "Largest activations"
+        return f"{what}: layer {layer} of 0 to {len(worst) - 1}, max |h| = {worst[layer]:.4g} (mean over sequences)"
+
+    def keep(self) -> None:
+        """Log and state as they are, on the disk before this returns."""
+        if self.recent:
+            self.log.write(self.step, self.recent)
+            self.recent = []
+        self.save()
+        self.checkpoints.wait()
 
     def save(self) -> None:
         """A checkpoint of this step, written while training goes on."""
         self.tick()
         self.log.flush()
-        loss = self.log.evaluated.get(self.step, {}).get("eval_loss")
         metadata = {"data": self.source.fingerprint, "seconds": self.seconds}
-        self.checkpoints.save(self.step, self.state, metadata, loss)
+        self.checkpoints.save(self.step, self.state, metadata, self.held_out_losses)
+
+    @property
+    def held_out_losses(self) -> dict[int, float]:
+        """Step -> held-out loss, where it was measured."""
+        return {step: line["eval_loss"] for step, line in self.log.evaluated.items()}
 
     def evaluate(self, probe: bool = False) -> tuple[dict[str, Any], Any]:
         """Held-out loss and what follows from it, and with `probe` the sums of all probes over the held-out batches."""
@@ -277,13 +322,15 @@ class _Run:
                 if self.source.token_bytes is not None:
                     size += int(self.source.token_bytes[batch["targets"][batch["targets"] >= 0]].sum())
                 if probe:
-                    sums = aux if sums is None else add_sums(sums, aux)
+                    sums = aux if sums is None else probes.add(sums, aux)
             by_set[name] = (total, tokens, size)
         total, tokens, size = map(sum, zip(*by_set.values(), strict=True))
         if not math.isfinite(total):
+            self.settle()
+            self.keep()
             raise TrainingError(f"step {self.step}: the held-out loss is {total / tokens}; lower optim.learning_rate")
-        measured = describe_loss(total, tokens, size)
-        sets = {name: describe_loss(*sums) for name, sums in by_set.items()}
+        measured = describe(total, tokens, size)
+        sets = {name: describe(*sums) for name, sums in by_set.items()}
         if self.step not in self.log.evaluated:
             several = {f"eval_loss/{name}": one["loss"] for name, one in sets.items()} if len(sets) > 1 else {}
             self.log.write(self.step, eval_loss=measured["loss"], **several)
@@ -303,8 +350,8 @@ class _Run:
     def trace(self, start: int, stop: int) -> None:
         """Begins or ends the profiler's trace of the steps from `start` to before `stop`, as far as this process is."""
         if not self.tracing and start <= self.step < stop:
-            self.tracing = True
             jax.profiler.start_trace(str(self.directory / "profile"))
+            self.tracing = True
         elif self.tracing and self.step >= stop:
             self.settle()
             self.end_trace()
@@ -330,8 +377,8 @@ class _Run:
 
     def summary(self, evaluated: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
         """The contents of result.json."""
-        config, losses, evals = self.config, self.log.losses, sorted(self.log.evaluated.items())
-        every = math.ceil(len(losses) / CURVE_POINTS)
+        config, losses, evals = self.config, self.log.losses, sorted(self.held_out_losses.items())
+        every = max(1, math.ceil(len(losses) / CURVE_POINTS))
         trained = config.train.steps * config.data.batch_size * config.data.seq_len
         speed = trained / self.seconds
         return {
@@ -350,25 +397,27 @@ class _Run:
             },
             "environment": environment(config),
             "time": {"train_s": self.seconds, "tokens_per_s": speed, "mfu": self.utilisation(speed)},
-            "eval": {**evaluated, "initial_loss": evals[0][1]["eval_loss"]},
+            "eval": {**evaluated, "initial_loss": evals[0][1]},
             "probes": measured,
             "spikes": self.spikes.summary(),
-            "best_checkpoint": self.checkpoints.best,
+            "best_checkpoint": self.checkpoints.best(self.held_out_losses),
             "curve": {"step": list(range(every, len(losses) + 1, every)), "loss": losses[every - 1 :: every]},
-            "evals": {"step": [step for step, _ in evals], "loss": [line["eval_loss"] for _, line in evals]},
+            "evals": {"step": [step for step, _ in evals], "loss": [loss for _, loss in evals]},
         }
 
     def _start(self) -> tuple[State, int, float]:
         """The newest readable checkpoint's state, step and training seconds, or fresh parameters at step 0."""
         self.began = time.monotonic()
         found = _newest(self.checkpoints, abstract_state(self.config), self.progress.note)
+        if found is None and (damaged := self.checkpoints.damaged):
+            raise CheckpointError(f"{' and '.join(map(str, damaged))} cannot be used. {NONE_LEFT}")
         if found is None:
             return new_state(self.config), 0, 0.0
         _same_data(self.directory, found.metadata["data"], self.source)
         for step in [step for step in self.checkpoints.steps if step > found.step]:
             self.checkpoints.set_aside(step)
         for path in self.checkpoints.damaged:
-            self.progress.note(f"a damaged checkpoint is set aside as {path}")
+            self.progress.note(f"a damaged checkpoint was set aside as {path}")
         return found.state, found.step, found.metadata["seconds"]
 
     def _sinks(self) -> list[metrics.Sink]:
@@ -380,23 +429,6 @@ class _Run:
         if self.config.train.wandb:
             sinks.append(metrics.WandB(self.config.train.wandb, self.config))
         return sinks
-
-
-def describe_loss(total: float, tokens: int, size: int) -> dict[str, Any]:
-    """A summed loss in nats over `tokens` targets that stand for `size` bytes of text (0: they are no text)."""
-    return {
-        "loss": total / tokens,
-        "perplexity": math.exp(min(total / tokens, 700.0)),
-        "bits_per_byte": total / (math.log(2) * size) if size else None,
-        "tokens": tokens,
-    }
-
-
-def add_sums(total: Any, more: Any) -> Any:
-    """Probe sums of two sets of batches; the map stays that of the first."""
-    added = jax.tree.map(np.add, total, more)
-    added["layers"]["map"] = total["layers"]["map"]
-    return added
 
 
 def environment(config: Config) -> dict[str, Any]:
@@ -428,9 +460,8 @@ def _newest(checkpoints: Checkpoints, like: State, note: Callable[[str], None]) 
         except CheckpointError as error:
             note(f"{error}: trying the one before")
             problems.append(str(error))
-    problems += [f"{path} was damaged" for path in checkpoints.damaged]
     if problems:
-        raise CheckpointError(f"{'; '.join(problems)}. None is left to go on from: move the folder away to start again")
+        raise CheckpointError(f"{'; '.join(problems)}. {NONE_LEFT}")
     return None
 
 

@@ -116,7 +116,7 @@ def test_a_config_cannot_be_changed():
         ({"data.source": "data/web=heavy"}, "data.source", "package.module:function"),
         ({"data.source": "data/web=0.5,data/code=0"}, "data.source", "FOLDER=0.7"),
         ({"data.source": "data/web,data/web"}, "data.source", "twice"),
-        ({"optim.schedule": "wsd"}, "optim.decay_steps", "at least 1"),
+        ({"optim.schedule": "wsd"}, "optim.decay_steps", "at least 2"),
         ({"optim.decay_steps": 5}, "optim.decay_steps", "wsd"),
         ({"optim.schedule": "wsd", "optim.decay_steps": 10_000}, "optim.decay_steps", "train.steps"),
         ({"train.accumulation": 3}, "train.accumulation", "batch_size"),
@@ -196,6 +196,15 @@ def test_differences_are_told_apart():
 )
 def test_run_names_say_what_was_trained_on(source, name):
     assert override(tiny(), {"data.source": source}).run_name.startswith(f"{name}-baseline-s0-")
+
+
+def test_one_mixture_has_one_spelling():
+    """And so one run, however it was asked for."""
+    named = lambda source: override(tiny(), {"data.source": source}).run_name  # noqa: E731
+    assert named("data/mine") == named("data/mine/") == named(" data/mine=0.5") != named("data/other")
+    assert named("a=0.7,b=0.3") == named("a/=7, b=3") != named("a=3,b=7")
+    third = override(tiny(), {"data.source": "a,b,c"})
+    assert from_dict(Config, json.loads(to_json(third))) == third
 
 
 def test_mixture_weights_sum_to_one():

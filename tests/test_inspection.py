@@ -233,10 +233,21 @@ def test_runs_are_found_by_folder_and_by_name(finished):
     directory, _ = finished
     assert inspection.find_run(str(directory)) == directory
     assert inspection.find_run(QUIET.run_name) == directory
-    for misspelt in (QUIET.run_name[:-3], QUIET.run_name[:-1] + "x", f"runs/{QUIET.run_name[2:]}"):
+    assert inspection.find_run(QUIET.run_name[:-3]) == directory  # its beginning is enough
+    for misspelt in (QUIET.run_name[:-1] + "x", f"runs/{QUIET.run_name[2:]}"):
         with pytest.raises(ConfigError, match=f"did you mean .*{QUIET.run_name}") as error:
             inspection.find_run(misspelt)
         assert error.value.field == "run"
+
+
+def test_a_beginning_that_several_runs_share_names_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("GATTN_HOME", str(tmp_path))
+    for name in ("mine-a", "mine-b", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="2 runs begin so: mine-a, mine-b"):
+        inspection.find_run("mine")
+    assert inspection.find_run("oth").name == "other"
 
 
 def test_a_run_in_a_bucket_is_measured_there(finished, tmp_path, monkeypatch):
@@ -249,7 +260,7 @@ def test_a_run_in_a_bucket_is_measured_there(finished, tmp_path, monkeypatch):
         assert str(run / "probe.html") == f"gs://bucket/runs/{QUIET.run_name}/probe.html"
         assert (tmp_path / "bucket" / "runs" / QUIET.run_name / "probe.html").read_text() == page
         with pytest.raises(ConfigError, match="did you mean"):
-            inspection.find_run(QUIET.run_name[:-2])
+            inspection.find_run(QUIET.run_name[:-2] + "x")
     assert measured["probes"] == written(directory)[0]["probes"]
 
 

@@ -175,7 +175,7 @@ def test_batches_are_addressed_by_step(prepared, step, batch_size, seq_len):
 def test_what_does_not_fit_is_refused(prepared, tmp_path):
     bpe = make(tmp_path / "bpe", letter="d", count=40, tokenizer="bpe")
     cases = [
-        (f"{prepared['a']}={1},{bpe}={1}", {}, "data.source", "same --tokenizer"),
+        (f"{prepared['a']}={1},{bpe}={1}", {}, "data.source", "one tokenizer"),
         (str(prepared["a"]), {"model__vocab_size": 256}, "model.vocab_size", "at least 257"),
         (str(prepared["a"]), {"data__seq_len": 10**6}, "data.seq_len", "lower it"),
         (str(prepared["a"]), {"data__eval_sequences": 10**6}, "data.eval_sequences", "lower data.eval_sequences"),

@@ -12,10 +12,21 @@ MATRIX = jax.random.normal(jax.random.key(1), (8, 50))
 TARGETS = jax.random.randint(jax.random.key(2), (3, 10), -10, 50)  # about a sixth of them are ignored
 
 
-def plain(hidden, matrix, targets):
-    log_probs = jax.nn.log_softmax(jnp.einsum("btd,dv->btv", hidden, matrix, precision="highest"))
-    picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
-    return -jnp.where(targets >= 0, picked, 0).sum()
+def plain(hidden, matrix, targets, z_loss=0.0):
+    logits = jnp.einsum("btd,dv->btv", hidden, matrix, precision="highest")
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+    penalty = z_loss * jnp.square(jnp.log(jnp.exp(logits).sum(axis=-1)))
+    return jnp.where(targets >= 0, penalty - picked, 0).sum()
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_z_loss_and_its_gradient(chunk):
+    objective, nll, _ = cross_entropy(HIDDEN, MATRIX, TARGETS, chunk, 0.1)
+    np.testing.assert_allclose(objective, plain(HIDDEN, MATRIX, TARGETS, 0.1), rtol=1e-5)
+    np.testing.assert_allclose(nll, plain(HIDDEN, MATRIX, TARGETS), rtol=1e-5)
+    ours = jax.grad(lambda h, m: 0.3 * cross_entropy(h, m, TARGETS, chunk, 0.1).objective, (0, 1))(HIDDEN, MATRIX)
+    theirs = jax.grad(lambda h, m: 0.3 * plain(h, m, TARGETS, 0.1), (0, 1))(HIDDEN, MATRIX)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, theirs)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 30, 1000])

@@ -27,15 +27,23 @@ CONFIG = override(
 )
 
 
-def test_schedule_corners():
-    rate = optim.learning_rate(CONFIG)
-    o, steps = CONFIG.optim, CONFIG.train.steps
-    assert float(rate(0)) == 0.0
-    assert float(rate(o.warmup_steps // 2)) == pytest.approx(o.learning_rate / 2)
-    assert float(rate(o.warmup_steps)) == pytest.approx(o.learning_rate)
-    middle = o.warmup_steps + (steps - o.warmup_steps) / 2
-    assert float(rate(middle)) == pytest.approx((o.learning_rate + o.final_learning_rate) / 2)
-    assert float(rate(steps)) == pytest.approx(o.final_learning_rate)
+@pytest.mark.parametrize("warmup", [0, 1, 50])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_schedules_against_their_formulas(schedule, warmup):
+    """Every step of 200, in plain NumPy: s / warmup, then from the peak towards the final rate at step 200."""
+    changes = {"optim.schedule": schedule, "optim.warmup_steps": warmup, "train.steps": 200}
+    config = override(CONFIG, changes | ({"optim.decay_steps": 40} if schedule == "wsd" else {}))
+    peak, final = config.optim.learning_rate, config.optim.final_learning_rate
+    steps = np.arange(200)
+    along = (steps - warmup) / (200 - warmup)
+    after = {
+        "cosine": final + (peak - final) * (1 + np.cos(np.pi * along)) / 2,
+        "linear": peak + (final - peak) * along,
+        "constant": np.full(200, peak),
+        "wsd": np.where(steps < 160, peak, peak + (final - peak) * (steps - 160) / 40),
+    }[schedule]
+    expected = np.where(steps < warmup, peak * steps / max(warmup, 1), after)
+    np.testing.assert_allclose(jax.vmap(optim.learning_rate(config))(steps), expected, rtol=1e-5)
 
 
 def test_matrices_decay_and_norms_biases_and_sinks_do_not():

@@ -288,7 +288,7 @@ def scribble(path: Path) -> None:
     ("damage", "words"),
     [
         (lambda folder: shutil.rmtree(folder), "no such folder"),
-        (lambda folder: (folder / "index.json").unlink(), "interrupted: run the same prepare command again"),
+        (lambda folder: (folder / "index.json").unlink(), "interrupted: the same prepare command goes on"),
         (lambda folder: [f.unlink() for f in folder.glob("*.json")], "no prepared data"),
         (lambda folder: (folder / "index.json").write_text("{"), "damaged"),
         (lambda folder: (folder / "index.json").write_text('{"format": 2}'), "format 1"),
@@ -525,7 +525,7 @@ def test_bos_is_what_the_user_says_or_a_known_one(foreign):
         read_tokenizer(foreign("llama3"), "<s>")
     assert error.value.field == "bos"
     settings = json.loads(foreign("llama3").read_text()) | {"added_tokens": []}
-    with pytest.raises(ConfigError, match="one of none"):
+    with pytest.raises(ConfigError, match="no special token"):
         parse_tokenizer(json.dumps(settings))
 
 
@@ -625,6 +625,27 @@ def test_a_split_without_documents_is_refused_with_a_share_that_works(held_out, 
     assert not (tmp_path / "out/index.json").exists()
     share = float(re.search(r"--held-out (?:above|below) ([.\d]+)", error.value.remedy)[1])
     run(files, tmp_path / "other", held_out=share + (1e-4 if other == 0 else -1e-4))
+
+
+def test_after_an_error_the_same_folder_can_be_used(tmp_path):
+    """An input that was put right, a share that was raised: nothing was made of the old plan, or it came to nothing."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"other": 1}\n')
+    with pytest.raises(ConfigError, match="other"):
+        run([path], tmp_path / "out", tokenizer="bytes")
+    path.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(40)))
+    with pytest.raises(ConfigError, match="--held-out above"):
+        run([path], tmp_path / "out", tokenizer="bytes", held_out=1e-6)
+    folder = run([path], tmp_path / "out", tokenizer="bytes", held_out=0.5)
+    assert sorted(all_documents(folder)) == sorted(f"document {i}" for i in range(40))
+
+
+@pytest.mark.parametrize("name", ["a,b", "a=1"])
+def test_a_folder_that_would_be_read_as_a_mixture_is_refused(tmp_path, name):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match="mixture"):
+        run([tmp_path / "a.txt"], tmp_path / name, tokenizer="bytes")
+    assert not (tmp_path / name).exists()
 
 
 def test_a_plan_that_differs_is_refused_and_says_how(tmp_path):

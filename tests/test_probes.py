@@ -13,8 +13,8 @@ from gattn import layers, model, probes
 from gattn.config import GateSpec, ModelConfig
 from gattn.kernels.api import attention_maps, gated_dot_product_attention
 from gattn.layers import Context
+from gattn.probes import add
 from gattn.rope import rope_table
-from gattn.train import add_sums
 
 IDS = jnp.array([[0, 0, 0, 0, 0, 1, 1, 1, 2, 3, 3, 3], [4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 5]])
 MODEL = ModelConfig(vocab_size=300, num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64)
@@ -165,7 +165,7 @@ def test_sdpa_output_before_and_after_the_gate(name):
     ids = ids.at[3].set(-1)
     decoder = nnx.merge(graph, params)
     probe = jax.jit(lambda params, t, i: nnx.merge(graph, params)(t, i, probe=True)[1])
-    sums = add_sums(*(jax.device_get(probe(params, tokens[p], ids[p])) for p in (slice(0, 2), slice(2, 4))))
+    sums = add(*(jax.device_get(probe(params, tokens[p], ids[p])) for p in (slice(0, 2), slice(2, 4))))
     activations = {spec.position: spec.activation for spec in config.gates}
     measured = probes.summarise(sums, activations)["sdpa"]
 
@@ -203,7 +203,7 @@ def test_sums_of_batches_are_the_sums_of_their_union():
         return nnx.merge(graph, params)(tokens, ids, probe=True)[1]
 
     whole = jax.device_get(probe(tokens, IDS))
-    parts = add_sums(*(jax.device_get(probe(tokens[i : i + 1], IDS[i : i + 1])) for i in range(2)))
+    parts = add(*(jax.device_get(probe(tokens[i : i + 1], IDS[i : i + 1])) for i in range(2)))
     activations = {gate.position: gate.activation for gate in spec}
     together, apart = probes.summarise(whole, activations), probes.summarise(parts, activations)
     flat = lambda tree: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])  # noqa: E731

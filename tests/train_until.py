@@ -4,7 +4,9 @@ A thread watches from outside the loop, so that the signal is as sudden as one f
 
     batch:5          the batch of step 5 is handed out
     batch:5+0.02     the same, and then 0.02 seconds later
-    in:FILE:NAME     the main thread is somewhere below function NAME of a file whose path ends in FILE
+    in:FILE:NAME:3   the main thread is somewhere below function NAME of a file whose path ends in FILE, once the batch
+                     of step 3 has been handed out (-1: from the beginning)
+    start+0.5        0.5 seconds after training was asked for
     file:PATTERN:3   a path below DIR matches PATTERN once the batch of step 3 has been handed out
 """
 
@@ -47,7 +49,9 @@ def main(config_file: str, folder: str, when: str, name: str) -> None:
         stop()
 
     def on_the_stack():
-        path, function = detail.split(":")
+        path, function, step = detail.split(":")
+        if handed_out[0] < int(step):
+            return False
         frame = sys._current_frames().get(threading.main_thread().ident)
         while frame:
             if frame.f_code.co_name == function and frame.f_code.co_filename.endswith(path):
@@ -62,6 +66,8 @@ def main(config_file: str, folder: str, when: str, name: str) -> None:
     if kind in ("in", "file"):
         found = on_the_stack if kind == "in" else on_the_disk
         threading.Thread(target=watch, args=(found,), daemon=True).start()
+    if kind.startswith("start+"):
+        threading.Timer(float(kind.partition("+")[2]), stop).start()
     train.open_source = opened
     train.train(from_dict(Config, json.loads(Path(config_file).read_text())), Path(folder))
 

@@ -146,7 +146,7 @@ def _prepared(config: Config) -> list[_Text]:
         texts.append(_Text(p.name, weight, p.fingerprint, p.tokenizer, p.train, p.held_out, p.token_bytes))
     for text in texts:
         if text.tokenizer.fingerprint != texts[0].tokenizer.fingerprint:
-            remedy = f"{text.name} has another tokenizer than {texts[0].name}: prepare both with the same --tokenizer"
+            remedy = f"{text.name} has another tokenizer than {texts[0].name}: prepare both with one tokenizer and BOS"
             raise ConfigError("data.source", config.data.source, remedy)
     return texts
 

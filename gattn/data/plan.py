@@ -68,9 +68,19 @@ def agree_on_plan(out: Path, settings: dict[str, Any], inputs: list[InputFile], 
         difference = _difference(json.loads(path.read_bytes()), plan)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         difference = f"its plan.json cannot be read ({error})"
-    if difference:
+    if difference and not any(out.glob("unit-*.json")):  # nothing was made of the old plan: an error was put right
+        start_over(out)
+        write_atomically(path, json.dumps(plan))
+    elif difference:
         remedy = f"was prepared from something else: {difference}. Choose another --out, or delete this folder"
         raise ConfigError("out", os.fspath(out), remedy)
+
+
+def start_over(out: Path) -> None:
+    """Removes what was made of a plan that came to nothing, so that the folder can be used again."""
+    for pattern in ("unit-*.json", "*.array_record", "tokenizer.json", "plan.json"):
+        for path in out.glob(pattern):
+            path.unlink()
 
 
 def unit_path(out: Path, number: int) -> Path:
@@ -141,7 +151,7 @@ def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     for words, paths in (
         ("is new", [p for p in new if p not in old]),
         ("is no longer there", [p for p in old if p not in new]),
-        ("has changed", [p for p in new if p in old and old[p] != new[p]]),
+        ("has changed (its size or the time of its last change)", [p for p in new if p in old and old[p] != new[p]]),
     ):
         if paths:
             said.append(f"{paths[0]} {words}" + f" (and {len(paths) - 1} more)" * (len(paths) > 1))

@@ -35,6 +35,7 @@ from gattn.data.plan import (
     make_units,
     sample_texts,
     split_position,
+    start_over,
     unit_path,
 )
 from gattn.data.records import FORMAT, SPLITS, ShardWriter, fingerprint, token_dtype
@@ -99,7 +100,7 @@ def prepare(
     Raises:
       ConfigError: naming the argument, for whatever a user can get wrong; a full disk too.
     """
-    _check_arguments(tokenizer, vocab_size, bos, held_out, workers)
+    _check_arguments(out, tokenizer, vocab_size, bos, held_out, workers)
     given = None if tokenizer in ("bpe", "bytes") else read_tokenizer(tokenizer, bos)
     inputs, units = make_units(files, out, field)
     settings = {"field": field, "held_out": held_out, "tokenizer": given.fingerprint if given else tokenizer}
@@ -123,9 +124,13 @@ def prepare(
     return out
 
 
-def _check_arguments(tokenizer: str, vocab_size: int, bos: str | None, held_out: float, workers: int) -> None:
+def _check_arguments(
+    out: Path, tokenizer: str, vocab_size: int, bos: str | None, held_out: float, workers: int
+) -> None:
     if not 0 < held_out < 1:
         raise ConfigError("held_out", held_out, "a share between 0 and 1 of the documents is held out")
+    if {",", "="} & set(os.fspath(out)):
+        raise ConfigError("out", os.fspath(out), "a comma or an equals sign would be read as a mixture: choose another")
     if workers < 1:
         raise ConfigError("workers", workers, "must be at least 1")
     if tokenizer == "bpe" and vocab_size < 257:
@@ -171,10 +176,10 @@ def _run(job: _Job, units: list[list[Part]], workers: int, console: Console) -> 
     todo = [number for number in range(len(units)) if finished_unit(out, number) is None]
     total = sum(part.size for number in todo for part in units[number])
     if skipped := len(units) - len(todo):
-        console.print(f"{skipped} of {len(units)} units are finished already")
+        console.print(f"{skipped} of {len(units)} parts are finished already")
     if not todo:
         return
-    console.print(f"tokenising {total / 1e6:,.1f} MB with {job.encoder}, {len(todo)} units, {workers} at a time")
+    console.print(f"tokenising {total / 1e6:,.1f} MB with {job.encoder}, in {len(todo)} parts, {workers} at a time")
     context = multiprocessing.get_context("spawn")
     done, stop = context.Value("q", 0), context.Event()
     pool = ProcessPoolExecutor(
@@ -332,19 +337,20 @@ def _write_index(out: Path, tokenizer: Tokenizer, bos: str | None, num_units: in
         raise ConfigError("out", os.fspath(out), f"a finished shard has vanished: {_AGAIN}")
     documents = {split: sum(unit["documents"][split] for unit in done) for split in SPLITS}
     lowest, highest = min(unit["positions"][0] for unit in done), max(unit["positions"][1] for unit in done)
-    again = "and choose another --out or delete this one"
     if not sum(documents.values()):
         raise ConfigError("files", os.fspath(out), "there is no text in them: every document is empty")
     if not documents["held_out"]:
         remedy = (
             f"none of the {documents['train']} documents is held out: give more text, or --held-out above {lowest:.4f}"
         )
-        raise ConfigError("held_out", held_out, f"{remedy}, {again}")
+        start_over(out)
+        raise ConfigError("held_out", held_out, remedy)
     if not documents["train"]:
         remedy = (
             f"all {documents['held_out']} documents are held out: give more text, or --held-out below {highest:.4f}"
         )
-        raise ConfigError("held_out", held_out, f"{remedy}, {again}")
+        start_over(out)
+        raise ConfigError("held_out", held_out, remedy)
     shards = {split: [unit["shards"][split] for unit in done if unit["shards"][split]] for split in SPLITS}
     index = {
         "format": FORMAT,

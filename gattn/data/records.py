@@ -244,9 +244,11 @@ def _read_index(folder: Path) -> dict[str, Any]:
     where, again = os.fspath(folder), "python -m gattn prepare FILES --out FOLDER"
     try:
         index = json.loads((folder / "index.json").read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if (folder / "plan.json").exists():
-            remedy = "preparing was interrupted: run the same prepare command again, it goes on where it stopped"
+            remedy = "preparing was interrupted: the same prepare command goes on, or says what is wrong"
+        elif folder.exists() and not folder.is_dir():
+            remedy = f"is a file: {again} makes the folder to train on"
         elif folder.exists():
             remedy = f"holds no prepared data (no index.json): {again} makes it"
         else:

@@ -161,7 +161,9 @@ def parse_tokenizer(definition: str, bos: str | None = None, name: str = "tokeni
     special = {token["content"]: token["id"] for token in settings.get("added_tokens") or () if token["special"]}
     token = bos or next((token for token in _KNOWN_BOS if token in special), None)
     if token not in special:
-        raise ConfigError("bos", bos, f"name the token that separates documents, one of {', '.join(special) or 'none'}")
+        one_of = f"name the one that separates documents: {', '.join(special)}"
+        none = "the tokenizer has no special token, and one must separate documents: add one to its file"
+        raise ConfigError("bos", bos, one_of if special else none)
     folds = {"Lowercase", "StripAccents"} & {part["type"] for part in _parts(settings.get("normalizer"))}
     return Tokenizer(
         tuple(pieces), special[token], _plain_encoder(model, special), definition=definition, folds_text=bool(folds)
