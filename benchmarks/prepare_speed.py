@@ -54,7 +54,7 @@ def measure(files: Path, out: Path, tokenizer: str, workers: int) -> tuple[float
     command = [sys.executable, "-m", "gattn", "prepare", os.fspath(files), *options]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    found = re.search(r", ([0-9.,]+) MB/s", printed)
+    found = re.search(r"tokenised .* s, ([0-9.,]+) MB/s", printed)
     assert found, printed
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, float(found[1].replace(",", ""))
 

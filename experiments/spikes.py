@@ -4,6 +4,7 @@ Six runs of `tiny`, 200 steps each: three seeds as it is, three unstable, with a
 times too high), no clipping, no QK-norm. Prints what `gattn.metrics.SpikeCounter` finds, writes a table and curves.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from configs.models import tiny
 from experiments.runner import run_all, sweep
 from gattn.config import override
 from gattn.files import home, write_atomically
-from gattn.metrics import SpikeCounter
+from gattn.metrics import SpikeCounter, read_metrics
 
 UNSTABLE = {
     "optim.learning_rate": 1.0,
@@ -44,6 +45,9 @@ def main(args: Args, console: Console) -> int:
     runs = sweep(override(tiny(), short), KINDS, range(args.seeds))
     failed = [outcome for outcome in run_all(runs, console=console) if outcome.state == "failed"]
     results = {(run.label, run.seed): result for run in runs if (result := run.result())}
+    for run in runs:  # every step's loss, which a result has of short runs only
+        if result := results.get((run.label, run.seed)):
+            result["losses"] = [x for line in read_metrics(run.folder) for x in line.get("losses", ())]
     text = table(results)
     folder = Path(args.out) if args.out else home() / "runs" / "spikes"
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,10 +72,9 @@ def table(results: dict[tuple[str, int], dict[str, Any]]) -> str:
         "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
     ]
     for (label, seed), result in results.items():
-        found, losses = result["spikes"], result["curve"]["loss"]
+        found, losses = result["spikes"], result["losses"]
         begins = ", ".join(map(str, found["steps"])) or "none"
-        late = [loss for step, loss in zip(result["curve"]["step"], losses, strict=True) if step > rule.LEAST]
-        numbers = f"{found['share']:.3f} | {max(late):.2f} | {losses[-1]:.2f}"
+        numbers = f"{found['share']:.3f} | {max(losses[rule.LEAST :], default=math.nan):.2f} | {losses[-1]:.2f}"
         lines.append(f"| {label} | {seed} | {found['count']} | {begins} | {numbers} |")
     lines += ["", "![Training loss of each run; a triangle where a spike begins.](curves.png)", ""]
     return "\n".join(lines)
@@ -82,11 +85,10 @@ def curves(results: dict[tuple[str, int], dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     panels = dict(zip(KINDS, figure.subplots(1, 2, sharey=True), strict=True))
     for (label, seed), result in results.items():
-        axis, curve = panels[label], result["curve"]
-        axis.plot(curve["step"], curve["loss"], color=COLOURS[seed % 3], linewidth=0.9, label=f"seed {seed}")
-        at = dict(zip(curve["step"], curve["loss"], strict=True))
+        axis, losses = panels[label], result["losses"]
+        axis.plot(range(1, len(losses) + 1), losses, color=COLOURS[seed % 3], linewidth=0.9, label=f"seed {seed}")
         for step in result["spikes"]["steps"]:
-            axis.plot(step, at[step], marker="v", color=COLOURS[seed % 3], markersize=9)
+            axis.plot(step, losses[step - 1], marker="v", color=COLOURS[seed % 3], markersize=9)
     for label, axis in panels.items():
         axis.set_title(label)
         axis.set_xlabel("step")

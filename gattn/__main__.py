@@ -163,7 +163,7 @@ def _fitting(index: dict[str, Any]) -> str:
 def _data_name(first: str) -> str:
     """Names the folder after the first input: a file without its ending, a folder, or what holds a pattern."""
     parts = [part for part in as_path(first).absolute().parts if not glob.has_magic(part)]
-    return Path(parts[-1]).stem or "data"
+    return (parts[-1] if as_path(first).is_dir() else Path(parts[-1]).stem) or "data"
 
 
 def find_preset(name: str, presets: dict[str, Callable[[], Config]]) -> Config:

@@ -228,10 +228,6 @@ def _copy(source: Any, target: Any) -> None:
             path.copy(target / path.name, overwrite=True)
 
 
-def _negative_loss(metrics: dict[str, float]) -> float:
-    return -metrics["loss"]
-
-
 def _cannot_write(path: Path, error: Exception) -> str:
     return (
         f"cannot write {path}: {_reason(error)}. Older checkpoints are as they were: make room and run the same command"

@@ -69,13 +69,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         part.unlink(missing_ok=True)
 
 
-def local_copy(path: Path, identity: str) -> Path:
-    """The file itself where it is local, else a copy in the cache, fetched once for its `identity` (a hash, a size)."""
+def local_copy(path: Path, identity: str, size: int) -> Path:
+    """The file itself where it is local, else a copy in the cache, fetched once for its `identity`, such as a hash of
+    its content, and again where the copy is not `size` bytes long."""
     if is_local(path):
         return path
     name = hashlib.sha256(f"{path} {identity}".encode()).hexdigest()[:16]
     copy = cache() / "fetched" / f"{name}-{path.name}"
-    if not copy.exists():
+    if not copy.exists() or copy.stat().st_size != size:
         copy.parent.mkdir(parents=True, exist_ok=True)
         part = copy.with_name(f"{copy.name}.{uuid.uuid4().hex}.part")
         try:

@@ -82,7 +82,8 @@ def signals() -> Iterator[Callable[[], int | None]]:
 
     def note(number, frame):
         arrived.append(number)
-        signal.signal(number, previous[number])
+        for other, handler in previous.items():
+            signal.signal(other, handler)
 
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in previous:

@@ -45,7 +45,8 @@ def inspect(
     Raises:
       ConfigError: no such run, checkpoint, layer or text, naming which.
     """
-    loaded = train.load(run, step)
+    console = console or Console()
+    loaded = train.load(run, step, console.print)
     config, source = loaded.config, loaded.source
     count = config.model.num_layers
     for layer in layers or ():
@@ -67,9 +68,12 @@ def inspect(
     measured["eval"]["bayes_loss"] = bayes
     measured = _strict(measured)
     stem = "probe" if text is None else f"probe-{text.name}"
-    write_atomically(run / f"{stem}.json", json.dumps(measured, allow_nan=False))
-    write_atomically(run / f"{stem}.html", page.render(measured))
-    show(measured, console or Console())
+    show(measured, console)
+    try:
+        write_atomically(run / f"{stem}.json", json.dumps(measured, allow_nan=False))
+        write_atomically(run / f"{stem}.html", page.render(measured))
+    except OSError as error:
+        raise ConfigError("run", str(run), f"the page cannot be written there: {error}") from error
     return run / f"{stem}.html"
 
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -220,6 +221,14 @@ def _strict(value: Any) -> Any:
     if isinstance(value, list):
         return [_strict(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class RunConsole(Console):
+    """A console whose reader may go away (`| head`): it falls silent, and what it reported on goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class ProgressLine:

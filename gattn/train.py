@@ -54,7 +54,7 @@ def train(
       SystemExit: 143 or 130 after a SIGTERM or Ctrl-C; training goes on from the checkpoint that was left.
     """
     directory = directory or run_directory(config)
-    console = console or Console()
+    console = console or metrics.RunConsole()
     if jax.process_count() > 1:
         raise TrainingError(f"{jax.process_count()} processes: training on several hosts is not there yet")
     if config.train.wandb and importlib.util.find_spec("wandb") is None:
@@ -95,8 +95,9 @@ class Loaded(NamedTuple):
     step: int
 
 
-def load(directory: Path, step: int | None = None) -> Loaded:
-    """A run's weights (their average where one is kept) from its newest readable checkpoint, or the one of `step`.
+def load(directory: Path, step: int | None = None, note: Callable[[str], None] = print) -> Loaded:
+    """A run's weights (their average where one is kept) from its newest readable checkpoint, or the one of `step`;
+    tells `note` of checkpoints that cannot be read.
 
     Raises:
       ConfigError: no run there, or no such checkpoint.
@@ -114,17 +115,17 @@ def load(directory: Path, step: int | None = None) -> Loaded:
         raise ConfigError("step", step, f"has no checkpoint; there are {checkpoints.steps}")
     found = None
     for _ in range(10):  # a run in progress removes old checkpoints while they are read: look again
-        there = checkpoints.steps
+        there, problems = checkpoints.steps, list[str]()
         try:
-            found = (
-                checkpoints.restore(step, like) if step is not None else _newest(checkpoints, like, lambda text: None)
-            )
+            found = checkpoints.restore(step, like) if step is not None else _newest(checkpoints, like, problems.append)
             break
         except CheckpointError as error:
             if checkpoints.steps == there:
                 raise TrainingError(str(error)) from error
     if found is None:
         raise TrainingError(f"{directory}: its checkpoints change faster than they can be read; try again")
+    for problem in problems:
+        note(problem)
     _same_data(directory, found.metadata["data"], source)
     return Loaded(config, model.abstract(config.model)[0], found.state.weights, source, found.step)
 
@@ -269,7 +270,7 @@ class _Run:
         try:
             where = self.where_it_is_largest()
         except Exception as error:  # such as no memory for the probes: the state is safe, and the step is known
-            where = f"Its layer could not be found ({str(error).splitlines()[0]})"
+            where = f"Its layer could not be found ({str(error).partition(chr(10))[0]})"
         raise TrainingError(
             f"step {self.step + 1}: the loss is {named['loss']:.6g}, the gradient norm {named['grad_norm']:.6g}. "
             f"{where}. The state before this step is kept as checkpoint {self.step}; lower optim.learning_rate or "

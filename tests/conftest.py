@@ -5,8 +5,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("no test has a time limit", deadline=None)
+hypothesis.settings.load_profile("no test has a time limit")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "1")  # sizes XLA's thread pools
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")

@@ -122,20 +122,22 @@ def test_local_copy_fetches_once_for_each_identity(tmp_path, monkeypatch):
     monkeypatch.setenv("GATTN_HOME", "gs://bucket")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     on_disk = tmp_path / "text.txt"
-    assert files.local_copy(on_disk, "any") == on_disk
+    assert files.local_copy(on_disk, "any", 0) == on_disk
     with bucket(tmp_path / "bucket") as objects:
         remote = files.home() / "data" / "text.txt"
         remote.write_bytes(b"first")
-        copy = files.local_copy(remote, "1")
+        copy = files.local_copy(remote, "1", 5)
         assert files.is_local(copy)
         assert copy.read_bytes() == b"first"
         assert copy.name.endswith("text.txt")  # readers go by the suffix
+        copy.write_bytes(b"fir")  # a damaged copy is fetched again
+        assert files.local_copy(remote, "1", 5).read_bytes() == b"first"
         remote.write_bytes(b"second")
-        assert files.local_copy(remote, "2").read_bytes() == b"second"
+        assert files.local_copy(remote, "2", 6).read_bytes() == b"second"
         objects.delete("data/text.txt")
-        assert files.local_copy(remote, "1").read_bytes() == b"first"
+        assert files.local_copy(remote, "1", 5).read_bytes() == b"first"
         with pytest.raises(FileNotFoundError):
-            files.local_copy(remote, "3")
+            files.local_copy(remote, "3", 5)
     assert len(list((tmp_path / "xdg" / "gattn" / "fetched").iterdir())) == 2
 
 

@@ -32,6 +32,7 @@ from gattn.__main__ import main
 from gattn.config import ConfigError
 from gattn.data import documents, plan, records
 from gattn.data.documents import Part, find_files, read_documents, split_file
+from gattn.data.plan import make_units
 from gattn.data.prepare import prepare
 from gattn.data.records import BLOCK, Shard, ShardWriter, TokenStream, open_prepared
 from gattn.data.tokenizer import agrees, fast_encoder, parse_tokenizer, read_tokenizer
@@ -209,7 +210,7 @@ def stream(tmp_path_factory):
             writer.add(portion)
         done = writer.finish()
         assert done["sha256"] == hashlib.sha256(ids.astype("<u2").tobytes()).hexdigest()
-        shards.append(Shard(folder / done["name"], done["tokens"], done["size"]))
+        shards.append(Shard(folder / done["name"], done["tokens"], done["size"], done["sha256"]))
         arrays.append(ids)
     return TokenStream(shards, np.dtype(np.uint16)), np.concatenate(arrays)
 
@@ -489,7 +490,7 @@ def test_what_tiktoken_would_do_otherwise_is_left_to_tokenizers(change, foreign)
 
 @pytest.mark.parametrize("kind", ["llama2", "unigram", "wordpiece", "lower_case"])
 def test_tiktoken_does_not_take_other_models(kind, foreign):
-    assert fast_encoder(read_tokenizer(foreign(kind))) is None or kind == "gpt2"
+    assert fast_encoder(read_tokenizer(foreign(kind))) is None
 
 
 def test_encoders_that_differ_on_the_text_are_told_apart(foreign):
@@ -546,6 +547,10 @@ def parquet(**columns):
     return lambda folder: pq.write_table(pa.table(columns), folder / "a.parquet")
 
 
+def array_records(*texts):
+    return lambda folder: write(folder / "a.array_record", [*texts])
+
+
 def content(name, data):
     return lambda folder: (folder / name).write_bytes(data)
 
@@ -578,6 +583,7 @@ def content(name, data):
         (parquet(text=pa.array([], pa.string())), "a.parquet", "files", "no rows"),
         (content("a.parquet", b"PAR1 not really"), "a.parquet", "files", "may be damaged"),
         (content("a.array_record", b"not really"), "a.array_record", "files", "no ArrayRecord file"),
+        (array_records('{"body": "x", "id": 1}'), "a.array_record", "field", "no such field; it has: body, id"),
     ],
 )
 def test_files_that_cannot_be_used_are_named(make, name, field, words, tmp_path):
@@ -636,6 +642,11 @@ def test_after_an_error_the_same_folder_can_be_used(tmp_path):
     path.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(40)))
     with pytest.raises(ConfigError, match="--held-out above"):
         run([path], tmp_path / "out", tokenizer="bytes", held_out=1e-6)
+    (tmp_path / "one").mkdir()
+    for text in ("\n", "a single one"):  # no text, and then one document, which no share could split
+        (tmp_path / "one" / "a.txt").write_text(text)
+        with pytest.raises(ConfigError, match="every document is empty" if text == "\n" else "give at least two"):
+            run([tmp_path / "one"], tmp_path / "out", tokenizer="bytes")
     folder = run([path], tmp_path / "out", tokenizer="bytes", held_out=0.5)
     assert sorted(all_documents(folder)) == sorted(f"document {i}" for i in range(40))
 
@@ -753,14 +764,10 @@ def test_interrupted_anywhere_and_continued_it_is_the_same(many_units, tmp_path)
 
 def test_two_at_the_same_place_are_refused(many_units, tmp_path):
     start, _ = many_units
-    out = tmp_path / "out"
-    first = start(out, *BYTES, "--workers", "1")
-    while not (out / "plan.json").exists():
-        time.sleep(0.01)
-    second = start(out, *BYTES, "--workers", "1")
-    assert second.wait(timeout=60) == 2
+    with plan.locked(tmp_path / "out"):
+        second = start(tmp_path / "out", *BYTES, "--workers", "1")
+        assert second.wait(timeout=60) == 2
     assert "another prepare is at work" in second.stderr.read()
-    assert first.wait(timeout=60) == 0
 
 
 def test_workers_end_with_a_killed_parent(many_units, tmp_path):
@@ -806,6 +813,55 @@ def test_a_full_disk_is_one_clear_line_and_can_be_continued(many_units, tmp_path
         assert open_prepared(disk / "out").tokenizer.vocab_size == 257
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+import numpy as np
+from gattn.data.records import ShardWriter
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+writers = [ShardWriter(Path(sys.argv[1]) / name, np.dtype(np.uint16)) for name in ("train", "held_out")]
+try:
+    for writer in writers:
+        writer.add(np.arange(1 << 17) % 1000)
+        writer.add(np.arange(1 << 17) % 1000)
+    for writer in writers:
+        writer.finish()
+except (OSError, RuntimeError):
+    print("refused")
+finally:
+    for writer in writers:
+        writer.discard()
+"""
+
+
+@pytest.mark.parametrize("limit", [10_000, 70_000, 200_000, 300_000])
+def test_nothing_half_written_stays_on_a_full_disk(limit, tmp_path):
+    """Wherever a file may grow no more, in one shard while the other still holds what it has not written."""
+    command = [sys.executable, "-c", FULL, str(tmp_path), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stdout == "refused\n", done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_what_may_not_be_read_is_named(tmp_path, monkeypatch):
+    """A folder that cannot be listed, a file that cannot be opened (root can do both, hence the stand-ins)."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"text": "x"}\n')
+
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    for method in ("iterdir", "open"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, refuse)
+            with pytest.raises(ConfigError, match="Permission denied") as error:
+                make_units([str(tmp_path / "in")], tmp_path / "out", "text")
+            assert error.value.field == "files"
 
 
 BUCKET = """

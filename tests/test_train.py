@@ -209,6 +209,28 @@ def test_cut_between_the_last_evaluation_and_the_result(finished, tmp_path):
     assert {**again, "time": 0} == {**json.loads(json.dumps(result)), "time": 0}
 
 
+def test_a_reader_that_goes_away_does_not_stop_the_run(finished, tmp_path):
+    """`| head -1`: the run falls silent and finishes."""
+    (tmp_path / "asked.json").write_text(to_json(SHORT))
+    command = [
+        sys.executable,
+        "-m",
+        "gattn",
+        "train",
+        "--config",
+        str(tmp_path / "asked.json"),
+        "--dir",
+        str(tmp_path / "run"),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait() == 0, process.stderr.read()
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
+    assert_same_run(tmp_path / "run", json.loads((tmp_path / "run" / "result.json").read_text()), finished)
+
+
 def test_the_seed_changes_the_run(finished, tmp_path):
     other = override(SHORT, {"train.seed": 1})
     assert train.train(other, tmp_path)["curve"] != finished[1]["curve"]
@@ -258,6 +280,10 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(fini
             path = run / "checkpoints" / str(step) / "_CHECKPOINT_METADATA"
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     console = Console(file=io.StringIO(), width=1000)
+    said = []
+    if "both" not in broken:
+        assert train.load(run, note=said.append).step == 8
+        assert "checkpoints/12 cannot be read" in said[0]
     if "both" in broken:
         for _ in range(2):  # it does not begin from nothing the second time
             with pytest.raises(train.TrainingError, match="None is left to go on from"):

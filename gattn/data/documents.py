@@ -65,8 +65,14 @@ def find_files(names: Sequence[str], out: Path) -> list[InputFile]:
     Raises:
       ConfigError: `files`, for what is not there, is empty or is of no known kind.
     """
-    paths = list(dict.fromkeys(path for name in names for path in _matches(name, out)))
-    return [_describe(path) for path in paths]
+    paths: dict[str, str] = {}
+    for name in names:
+        try:
+            for path in _matches(name, out):
+                paths.setdefault(os.path.realpath(path) if is_local(as_path(path)) else path, path)
+        except OSError as error:
+            raise ConfigError("files", name, f"cannot be read: {error}") from None
+    return [_describe(path) for path in paths.values()]
 
 
 def split_file(file: InputFile, field: str, unit: int) -> list[Part]:
@@ -79,7 +85,8 @@ def split_file(file: InputFile, field: str, unit: int) -> list[Part]:
         with _reading(file), as_path(file.path).open("rb") as stream:
             _decode(file, stream.read(4096).rsplit(b"\n", 1)[0], 0, partial=True)
     elif file.kind == "jsonl":
-        next(_jsonl(Part(file, 0, file.size, file.size), field), None)
+        with _reading(file):
+            next(_jsonl(Part(file, 0, file.size, file.size), field), None)
     elif file.kind == "parquet":
         return _row_groups(file, field, unit)
     else:
@@ -336,7 +343,7 @@ def _parquet(part: Part, field: str) -> Iterator[str]:
 def _open_records(file: InputFile) -> Any:
     from array_record.python import array_record_module
 
-    path = local_copy(as_path(file.path), f"{file.size} {file.mtime}")
+    path = local_copy(as_path(file.path), f"{file.size} {file.mtime}", file.size)
     reader = array_record_module.ArrayRecordReader(os.fspath(path), "readahead_buffer_size:0,max_parallelism:0")
     if not reader.num_records():
         _refuse(file, "no ArrayRecord file, a damaged one, or one without records")
@@ -354,7 +361,7 @@ def _array_record(part: Part, field: str) -> Iterator[str]:
     with _reading(part.file):
         reader = _open_records(part.file)
         first = _decode(part.file, reader.read(0, 1)[0], 0)
-        is_json = _has_field(first, field)
+        is_json = _is_object(first)
         for number in range(part.start, part.stop):
             text = _decode_record(part.file, reader.read(number, number + 1)[0], number)
             where = lambda number=number: f"record {number}"  # noqa: E731
@@ -368,9 +375,8 @@ def _decode_record(file: InputFile, record: bytes, number: int) -> str:
         _refuse(file, f"record {number} is not UTF-8 at its byte {error.start} ({error.reason})")
 
 
-def _has_field(text: str, field: str) -> bool:
+def _is_object(text: str) -> bool:
     try:
-        row = json.loads(text)
+        return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
-    return isinstance(row, dict) and field in row

@@ -338,7 +338,11 @@ def _write_index(out: Path, tokenizer: Tokenizer, bos: str | None, num_units: in
     documents = {split: sum(unit["documents"][split] for unit in done) for split in SPLITS}
     lowest, highest = min(unit["positions"][0] for unit in done), max(unit["positions"][1] for unit in done)
     if not sum(documents.values()):
+        start_over(out)
         raise ConfigError("files", os.fspath(out), "there is no text in them: every document is empty")
+    if lowest == highest:
+        start_over(out)
+        raise ConfigError("files", os.fspath(out), "hold one document, which cannot be split: give at least two")
     if not documents["held_out"]:
         remedy = (
             f"none of the {documents['train']} documents is held out: give more text, or --held-out above {lowest:.4f}"

@@ -12,6 +12,7 @@ endian, the last block shorter; each can be read alone. A document is BOS and it
 from __future__ import annotations
 
 import bisect
+import contextlib
 import hashlib
 import itertools
 import json
@@ -42,11 +43,12 @@ _WRITE_TOKENS = 1 << 17
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a split: its tokens and its size in bytes."""
+    """One file of a split: its tokens, its size in bytes, and the hash of its tokens."""
 
     path: Path
     tokens: int
     size: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class TokenStream:
             return self._readers[number]
         shard = self.shards[number]
         try:
-            path = local_copy(shard.path, f"{shard.tokens} {shard.size}")
+            path = local_copy(shard.path, shard.sha256, shard.size)
         except OSError as error:
             raise _damaged(shard.path, error) from error
         reader = array_record_module.ArrayRecordReader(os.fspath(path), "readahead_buffer_size:0,max_parallelism:0")
@@ -172,7 +174,8 @@ class ShardWriter:
     def discard(self) -> None:
         """Removes what is half written."""
         if self._writer is not None and self._writer.is_open():
-            self._writer.close()
+            with contextlib.suppress(Exception):  # it writes what it still holds, for which a full disk has no room
+                self._writer.close()
         self._part.unlink(missing_ok=True)
 
     def _write(self, count: int) -> None:
@@ -215,7 +218,7 @@ def open_prepared(folder: Path) -> Prepared:
         tokenizer = byte_tokenizer() if bos is None else read_tokenizer(folder / "tokenizer.json", bos)
         dtype = token_dtype(index["vocab_size"])
         splits = {
-            split: [Shard(folder / s["name"], s["tokens"], s["size"]) for s in index["shards"][split]]
+            split: [Shard(folder / s["name"], s["tokens"], s["size"], s["sha256"]) for s in index["shards"][split]]
             for split in SPLITS
         }
         if (
