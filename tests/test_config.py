@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.models import tiny
+from configs.models import PRESETS, tiny
+from configs.variants import VARIANTS, apply
 from gattn.config import Config, ConfigError, GateSpec, ModelConfig, differences, from_dict, override, to_json
 
 
@@ -39,6 +40,13 @@ def configs(draw):
             "model.num_layers": draw(st.integers(1, 5)),
             "model.ffn_dim": draw(st.integers(40, 80)) * 8,
             "train.seed": draw(st.integers(0, 3)),
+            "train.accumulation": draw(st.sampled_from([1, 2, 16])),
+            "train.z_loss": draw(st.sampled_from([0, 1e-4])),
+            "train.ema_decay": draw(st.floats(0, 1, exclude_max=True)),
+            "train.keep_best": draw(st.booleans()),
+            "train.wandb": draw(st.sampled_from(["", "gates"])),
+            "data.source": draw(st.sampled_from(["corpus", "a:b", "a/=1", "a=3,gs://b/c=4,d=5"])),
+            **draw(st.sampled_from([{"optim.schedule": "linear"}, {"optim.schedule": "wsd", "optim.decay_steps": 9}])),
         },
     )
 
@@ -49,6 +57,17 @@ def test_json_round_trip(config):
     again = from_dict(Config, json.loads(to_json(config)))
     assert again == config
     assert again.fingerprint() == config.fingerprint()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_json_round_trip_of_every_preset_and_variant(preset, variant):
+    try:
+        config = apply(PRESETS[preset](), variant)
+    except ConfigError:  # kv8 and q48 are of the paper's shapes
+        assert variant in ("kv8", "q48")
+        return
+    assert from_dict(Config, json.loads(to_json(config))) == config
 
 
 @given(gate_specs(), gate_specs())
