@@ -33,6 +33,11 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except ImportError as error:
+        if not any(name in str(error) for name in ("gcsfs", "google")):
+            raise
+        print(f"error: {error}: a bucket needs pip install -e '.[gcs]'", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:  # before or beside what the command itself answers with a checkpoint
         print("\ninterrupted", file=sys.stderr)
         return 130

@@ -1,5 +1,6 @@
 """The command line: help, dry runs, and a hundred broken configs."""
 
+import importlib.util
 import json
 import random
 
@@ -133,6 +134,15 @@ def test_wrong_arguments_are_explained(capsys, tmp_path, argv, says):
     assert code == 2
     assert says in " ".join(err.replace("│", " ").split()) + out
     assert "Traceback" not in err + out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed")
+def test_a_bucket_without_what_it_needs_names_the_extra(capsys):
+    argv = ["train", "--preset", "experiments.sinkbench:sinkbench_config", "--dir", "gs://bucket/run"]
+    code, _, err = run(capsys, *argv)
+    assert code == 2
+    assert ".[gcs]" in err
+    assert len(err.splitlines()) == 1
 
 
 def test_unknown_command(capsys):
