@@ -171,6 +171,11 @@ class ModelConfig:
             )
 
     @property
+    def activations(self) -> dict[Position, Activation]:
+        """Gate position -> activation."""
+        return {gate.position: gate.activation for gate in self.gates}
+
+    @property
     def gate_params(self) -> int:
         """Parameters that the gates add to one layer."""
         return sum(gate.num_params(self) for gate in self.gates)
@@ -375,7 +380,7 @@ class Config:
         if is_import_path(source):
             source = source.rpartition(":")[2]
         elif source != "corpus":
-            names = [folder.rstrip("/").rpartition("/")[2] for folder in self.data.mixture()]
+            names = [folder.rpartition("/")[2] for folder in self.data.mixture()]
             source = "+".join(re.sub(r"[^\w.]+", "-", name) for name in names)
         return f"{source}-{self.model.label}-s{self.train.seed}-{self.fingerprint()[:10]}"[-120:]
 

@@ -10,8 +10,10 @@ import hashlib
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from gattn.config import Config
 
@@ -58,10 +60,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     if not is_local(path):
         path.write_bytes(data)  # an object appears whole
         return
+    with _whole(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write into that takes the place of `path` at the end, on the disk by then, or leaves nothing."""
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
         with part.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
@@ -78,11 +87,6 @@ def local_copy(path: Path, identity: str, size: int) -> Path:
     copy = cache() / "fetched" / f"{name}-{path.name}"
     if not copy.exists() or copy.stat().st_size != size:
         copy.parent.mkdir(parents=True, exist_ok=True)
-        part = copy.with_name(f"{copy.name}.{uuid.uuid4().hex}.part")
-        try:
-            with path.open("rb") as source, part.open("wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-            os.replace(part, copy)
-        finally:
-            part.unlink(missing_ok=True)
+        with path.open("rb") as source, _whole(copy) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
     return copy

@@ -5,12 +5,10 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Int
 from rich.console import Console
@@ -22,6 +20,8 @@ from gattn.config import ConfigError
 from gattn.data.loader import Batch, Source
 from gattn.files import as_path, home, write_atomically
 from gattn.loss import describe
+from gattn.metrics import finite
+from gattn.step import evaluate_all
 
 DEFAULT_MAPS = 3  # layers whose attention maps are shown unless they are named
 
@@ -66,7 +66,7 @@ def inspect(
         **measure(loaded, batches, name, layers),
     }
     measured["eval"]["bayes_loss"] = bayes
-    measured = _strict(measured)
+    measured = finite(measured)
     stem = "probe" if text is None else f"probe-{text.name}"
     show(measured, console)
     try:
@@ -144,17 +144,10 @@ def measure(
     """`data`, `eval`, `probes` and `maps` of a loaded run over batches, as plain numbers."""
     config, source, params = loaded.config, loaded.source, loaded.params
     step = train.eval_step(loaded.graph, config, probe=True)
-    total, targets, size = 0.0, 0, 0
-    sums: Any = None
-    first: Batch = {}
-    for batch in batches:
-        loss, count, aux = jax.device_get(step(params, batch))
-        total, targets = total + float(loss), targets + int(count)
-        if source.token_bytes is not None:
-            size += int(source.token_bytes[batch["targets"][batch["targets"] >= 0]].sum())
-        sums = aux if sums is None else probes.add(sums, aux)
-        first = first or batch
-    probed = probes.summarise(sums, {spec.position: spec.activation for spec in config.model.gates})
+    remaining = iter(batches)
+    first = next(remaining)  # whose beginning the maps show
+    total, targets, size, sums = evaluate_all(step, params, itertools.chain([first], remaining), source.token_bytes)
+    probed = probes.summarise(sums, config.model.activations)
     return {
         "data": {"name": name, "sequences": int(sums["sequences"]), "tokens": int(sums["tokens"])},
         "eval": describe(total, targets, size),
@@ -203,12 +196,3 @@ def _maps(sums: Mapping[str, Any], first: Batch, source: Source, layers: Sequenc
         "layers": list(layers),
         "by_head": np.round(found.astype(float), 4).tolist(),
     }
-
-
-def _strict(value: Any) -> Any:
-    """What is not finite (a diverged run can be looked at too) becomes None, so that the file is JSON."""
-    if isinstance(value, Mapping):
-        return {key: _strict(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

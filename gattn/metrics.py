@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,7 +146,7 @@ class MetricsLog:
         line = {"step": step, **values, **({"losses": list(losses)} if losses else {})}
         if "eval_loss" in line:
             self.evaluated[step] = line
-        text = json.dumps(_strict(line)) + "\n"
+        text = json.dumps(finite(line)) + "\n"
         if self._file:
             self._file.write(text)
         else:
@@ -215,11 +215,12 @@ class WandB:
         self._run.finish()
 
 
-def _strict(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _strict(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_strict(v) for v in value]
+def finite(value: Any) -> Any:
+    """The same dicts and lists with None for every number that is not finite, so that they can be written as JSON."""
+    if isinstance(value, Mapping):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,14 +1,16 @@
 """The jitted steps: one optimiser step over a batch, one evaluation of a batch; pure functions of pytrees."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jaxtyping import Int
 
-from gattn import model, optim
+from gattn import model, optim, probes
 from gattn.config import Config, ModelConfig
 from gattn.loss import cross_entropy
 
@@ -107,6 +109,32 @@ def eval_step(graph: nnx.GraphDef, config: Config, *, probe: bool = False) -> Ca
         return losses.nll, losses.tokens, aux
 
     return jax.jit(_precise(step, config.model))
+
+
+class Totals(NamedTuple):
+    """Sums over batches."""
+
+    loss: float
+    """Nats."""
+    tokens: int
+    size: int
+    """Bytes of text that the targets stand for, 0 where tokens are no text."""
+    probes: Any
+    """The probes' sums, empty where `evaluate` does not probe."""
+
+
+def evaluate_all(
+    evaluate: Callable, params: Any, batches: Iterable[Any], token_bytes: Int[np.ndarray, " V"] | None
+) -> Totals:
+    """What `evaluate` (of `eval_step`) sums up over all batches."""
+    total, tokens, size, sums = 0.0, 0, 0, None
+    for batch in batches:
+        loss, count, aux = jax.device_get(evaluate(params, batch))
+        total, tokens = total + float(loss), tokens + int(count)
+        if token_bytes is not None:
+            size += int(token_bytes[batch["targets"][batch["targets"] >= 0]].sum())
+        sums = probes.add(sums, aux) if sums else aux
+    return Totals(total, tokens, size, sums)
 
 
 def describe_model(config: Config) -> dict[str, Any]:

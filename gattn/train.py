@@ -5,13 +5,14 @@ from training the same run. Batches are addressed by step, so a checkpoint needs
 """
 
 import contextlib
+import functools
 import importlib.util
 import json
 import math
 import platform
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +24,12 @@ from rich.console import Console
 from gattn import __version__, metrics, model, probes
 from gattn.checkpoint import CheckpointError, Checkpoints, Restored
 from gattn.config import Config, ConfigError, from_dict, to_json
-from gattn.data.loader import Source, host_rows, open_source
+from gattn.data.loader import Batch, Source, host_rows, open_source
 from gattn.files import is_local, run_directory, write_atomically
 from gattn.guard import TrainingError, claim, lock, read_json, signals
 from gattn.kernels.api import choose_implementation
 from gattn.loss import describe
-from gattn.step import METRICS, State, abstract_state, describe_model, eval_step, new_state, train_step
+from gattn.step import METRICS, State, abstract_state, describe_model, eval_step, evaluate_all, new_state, train_step
 
 NONE_LEFT = "None is left to go on from: if the run is not being trained now, move its folder away to start again"
 CURVE_POINTS = 300  # at most this many points of the loss curve go into result.json
@@ -233,6 +234,12 @@ class _Run:
         if self.interrupted():
             raise _Interrupted
 
+    def pausing(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; before each a signal may stop the run."""
+        for batch in batches:
+            self.pause()
+            yield batch
+
     def settle(self, write: bool = False) -> None:
         """Reads the metrics of the step dispatched before; a line of the log when one is due, or to `write`."""
         if self.pending:
@@ -313,25 +320,18 @@ class _Run:
     def evaluate(self, probe: bool = False) -> tuple[dict[str, Any], Any]:
         """Held-out loss and what follows from it, and with `probe` the sums of all probes over the held-out batches."""
         evaluate, params = self.probe_fn if probe else self.eval_fn, self.state.weights
-        by_set, sums = {}, None
-        for name, batches in self.source.held_out.items():
-            total, tokens, size = 0.0, 0, 0
-            for batch in batches():
-                self.pause()
-                loss, count, aux = jax.device_get(evaluate(params, batch))
-                total, tokens = total + float(loss), tokens + int(count)
-                if self.source.token_bytes is not None:
-                    size += int(self.source.token_bytes[batch["targets"][batch["targets"] >= 0]].sum())
-                if probe:
-                    sums = aux if sums is None else probes.add(sums, aux)
-            by_set[name] = (total, tokens, size)
-        total, tokens, size = map(sum, zip(*by_set.values(), strict=True))
+        by_set = {
+            name: evaluate_all(evaluate, params, self.pausing(batches()), self.source.token_bytes)
+            for name, batches in self.source.held_out.items()
+        }
+        total, tokens, size = (sum(part) for part in list(zip(*by_set.values(), strict=True))[:3])
+        sums = functools.reduce(probes.add, [one.probes for one in by_set.values()]) if probe else None
         if not math.isfinite(total):
             self.settle()
             self.keep()
             raise TrainingError(f"step {self.step}: the held-out loss is {total / tokens}; lower optim.learning_rate")
         measured = describe(total, tokens, size)
-        sets = {name: describe(*sums) for name, sums in by_set.items()}
+        sets = {name: describe(one.loss, one.tokens, one.size) for name, one in by_set.items()}
         if self.step not in self.log.evaluated:
             several = {f"eval_loss/{name}": one["loss"] for name, one in sets.items()} if len(sets) > 1 else {}
             self.log.write(self.step, eval_loss=measured["loss"], **several)
@@ -343,7 +343,7 @@ class _Run:
         """Probes the first held-out batch while training goes on."""
         batch = next(next(iter(self.source.held_out.values()))())
         sums = jax.device_get(self.probe_fn(self.state.weights, batch)[2])
-        found = probes.summarise(sums, self.activations)
+        found = probes.summarise(sums, self.config.model.activations)
         numbers = {f"probe/{name}": found[name] for name in ("f_attn", "f_attn_floor", "sink_rate", "m_act")}
         gates = {f"probe/gate_{position}": gate["mean"] for position, gate in found["gates"].items()}
         self.log.write(self.step, **numbers, **gates)
@@ -364,17 +364,12 @@ class _Run:
             jax.profiler.stop_trace()
             self.progress.note(f"profile up to step {self.step}: {self.directory / 'profile'}")
 
-    @property
-    def activations(self) -> dict[Any, str]:
-        """Gate position -> activation."""
-        return {spec.position: spec.activation for spec in self.config.model.gates}
-
     def measure(self, sums: Any) -> dict[str, Any]:
         """The probes' numbers, and the attention maps of the first held-out sequence's beginning, mean over heads."""
         maps = sums["layers"]["map"].mean(axis=1)
         tokens = next(next(iter(self.source.held_out.values()))())["inputs"][0, : maps.shape[-1]]
         shown = {"tokens": self.source.decode_tokens(tokens), "by_layer": np.round(maps.astype(float), 4).tolist()}
-        return {**probes.summarise(sums, self.activations), "attention_map": shown}
+        return {**probes.summarise(sums, self.config.model.activations), "attention_map": shown}
 
     def summary(self, evaluated: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
         """The contents of result.json."""

@@ -16,6 +16,7 @@ from gattn import inspection, train
 from gattn.__main__ import main
 from gattn.config import ConfigError, GateSpec, override
 from gattn.files import home
+from gattn.metrics import finite
 from tests.bucket import bucket
 from tests.test_train import SHORT
 
@@ -265,7 +266,7 @@ def test_a_run_in_a_bucket_is_measured_there(finished, tmp_path, monkeypatch):
 
 
 def test_numbers_that_are_not_finite_become_null():
-    assert inspection._strict({"a": [1.0, math.nan, (math.inf, 2)], "b": "nan"}) == {
+    assert finite({"a": [1.0, math.nan, (math.inf, 2)], "b": "nan"}) == {
         "a": [1.0, None, [None, 2]],
         "b": "nan",
     }
