@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gattn import gated_dot_product_attention
-from gattn.kernels import api, masks, vjp
+from gattn.kernels import masks
+from gattn.kernels.arguments import GATE_ACTIVATIONS
 from tests.attention import assert_close, attend, forward, normal, primitives, qkv, quick
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -48,7 +48,7 @@ def problems(draw):
     if draw(st.integers(0, 3)) == 0:
         arguments["mask"] = rng.random((batch, 1, length, key_length)) < 0.5
     return arguments | {
-        "gate_activation": draw(st.sampled_from(api.GATE_ACTIVATIONS)),
+        "gate_activation": draw(st.sampled_from(GATE_ACTIVATIONS)),
         "is_causal": causal,
         "query_offset": rng.integers(-9, 9, batch) if offset == "each" else offset,
         "local_window_size": draw(st.sampled_from([None, None, (6, 3), 20, (0, 0)])),
@@ -70,13 +70,6 @@ def test_bias_gradients_of_every_broadcast(shape):
     assert_close(got, attend(arguments, "reference"))
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-def test_head_dims(head_dim):
-    arguments = qkv(batch=1, length=24, key_length=24, heads=2, kv_heads=2, head_dim=head_dim) | {"is_causal": True}
-    arguments["gate"] = normal(4, 1, 24, 2, head_dim)
-    assert_close(attend(arguments, "chunked"), attend(arguments, "reference"))
-
-
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (8, 1)])
 def test_kv_head_ratios(heads, kv_heads):
     arguments = qkv(heads=heads, kv_heads=kv_heads) | {"gate": normal(4, 2, 40, heads, 1), "is_causal": True}
@@ -84,23 +77,6 @@ def test_kv_head_ratios(heads, kv_heads):
     assert_close(grouped, attend(arguments, "reference"))
     repeated = {x: jnp.repeat(arguments[x], heads // kv_heads, axis=2) for x in ("key", "value")}
     np.testing.assert_allclose(forward(arguments | repeated, "reference")[0], grouped["out"], atol=1e-6)
-
-
-def test_saved_names_spare_the_second_forward():
-    arguments = qkv() | {"gate": normal(4, 2, 40, 4, 8)}
-
-    def loops_with(policy):
-        @partial(jax.checkpoint, policy=policy)
-        def block(arrays):
-            return gated_dot_product_attention(**arrays, implementation="chunked")
-
-        jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda arrays: jnp.sin(block(arrays)).sum()))(arguments).jaxpr
-        jaxpr = jax.interpreters.partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
-        return sum(equation.primitive.name == "scan" for equation in primitives(jaxpr))
-
-    policies = jax.checkpoint_policies
-    assert loops_with(policies.nothing_saveable) == 3
-    assert loops_with(policies.save_only_these_names(*vjp.CHECKPOINT_NAMES)) == 2
 
 
 def test_chunked_has_no_array_of_all_queries_by_all_keys():
@@ -146,20 +122,29 @@ def test_skipped_blocks_hold_no_pair_that_attends(causal, offset, window, packed
         key_lengths=jnp.asarray(rng.integers(0, 25, 2)) if lengths else None,
         segments={"none": None, "sorted": (np.sort(ids),) * 2, "shuffled": (ids, ids)}[packed],
     )
-    mask = masks.pad(jax.tree.map(jnp.asarray, mask), 24, 24, 24, 24)
     allowed = masks.allowed(mask, 0, 24, 0, 24)
-    allowed = np.ones((24, 24), bool) if allowed is None else np.asarray(allowed).any(axis=(0, 1))
-    first, stop = map(np.asarray, masks.key_block_bounds(mask, 8, 24, 4))
-    for block in range(3):
-        visited = np.zeros(24, bool)
-        visited[4 * first[block] : 4 * stop[block]] = True
-        assert not allowed[8 * block : 8 * block + 8, ~visited].any()
+    allowed = np.ones((1, 1, 24, 24), bool) if allowed is None else np.asarray(allowed)
+    blocks = allowed[:, 0].reshape(-1, 3, 8, 6, 4)
+    needed, full = masks.block_map(mask, 8, 24, 4)
+    assert not (blocks.any(axis=(2, 4)) & ~needed).any()
+    assert not (~blocks.all(axis=(2, 4)) & full).any()
+    for known, traced in zip((needed, full), masks.block_map(jax.tree.map(jnp.asarray, mask), 8, 24, 4), strict=True):
+        np.testing.assert_array_equal(known, traced)
+
+
+def test_a_mask_known_when_tracing_stays_known():
+    mask = masks.pad(masks.make_mask(20, 24, is_causal=True, window=(5, 0), query_offset=4), 20, 24, 24, 24)
+    assert all(isinstance(x, np.ndarray) for x in (*mask.interval, *masks.block_map(mask, 8, 24, 8)))
 
 
 def test_work_is_skipped_where_it_can_be():
     def visited(**arguments):
-        first, stop = masks.key_block_bounds(masks.make_mask(64, 64, **arguments), 8, 64, 8)
+        needed, full = masks.block_map(masks.make_mask(64, 64, **arguments), 8, 64, 8)
+        whole.append(int(full.sum()))
+        first, stop = masks.visited_range(needed.any(axis=0))
         return (np.asarray(stop) - np.asarray(first)).tolist()
+
+    whole = []
 
     assert visited() == [8] * 8
     assert visited(is_causal=True) == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -168,3 +153,5 @@ def test_work_is_skipped_where_it_can_be():
     assert visited(query_lengths=jnp.array([16])) == [8, 8] + [0] * 6
     packed = jnp.repeat(jnp.array([0, 1, 2, -1]), 16)[None]
     assert visited(segments=(packed, packed)) == [2] * 6 + [0] * 2
+    # Blocks that need no mask: all; below the diagonal; none of a window as wide as a block; and so on.
+    assert whole == [64, 28, 0, 16, 16, 12]

@@ -37,7 +37,7 @@ def forward(
     """Gated output in the query's dtype and the float32 log-sum-exp, sinks included (-inf in empty rows)."""
     length = inputs.query.shape[1]
     inputs, mask, rows, keys = _pad(inputs, mask, block)
-    first, stop = masks.key_block_bounds(mask, rows, inputs.key.shape[1], keys)
+    first, stop = _visited(mask, rows, inputs.key.shape[1], keys)
 
     def row_block(bounds: tuple[Int[Array, ""], ...]) -> tuple[Array, Array]:
         i, first, stop = bounds
@@ -84,7 +84,7 @@ def backward(
     """Gradients of query, key, value, bias and ALiBi slopes, summed in float32; the contract is `vjp.Kernel`."""
     (length, key_length), original = (inputs.query.shape[1], inputs.key.shape[1]), inputs
     inputs, mask, rows, keys = _pad(inputs, mask, block)
-    first, stop = masks.key_block_bounds(mask, rows, inputs.key.shape[1], keys)
+    first, stop = _visited(mask, rows, inputs.key.shape[1], keys)
     dout, lse, delta = (_pad_axis(x, inputs.query.shape[1]) for x in (dout, lse, delta))
 
     def row_block(sums: _Sums, bounds: tuple[Int[Array, ""], ...]) -> tuple[_Sums, Array]:
@@ -141,6 +141,12 @@ def _finish(
         decay = jnp.exp(peak - shift)
         peak, total, acc = new_peak, total * decay + jnp.exp(sinks - shift), acc * decay[..., None]
     return acc / jnp.where(total == 0, 1.0, total)[..., None], peak + jnp.log(total)
+
+
+def _visited(mask: masks.Mask, rows: int, key_length: int, keys: int) -> tuple[Array, Array]:
+    """Per block of query rows, the range of key blocks that some sequence of the batch needs."""
+    needed, _ = masks.block_map(mask, rows, key_length, keys)
+    return masks.visited_range(needed.any(axis=0))
 
 
 def _block_size(length: int, block: int) -> int:

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from jaxtyping import Array, Bool, Int
 
 
@@ -41,24 +44,28 @@ def make_mask(
     segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     dense: Bool[Array, "#B #N #T #S"] | None = None,
 ) -> Mask:
-    """Folds causality, window (left, right; self not counted), lengths and offset into one interval per query row."""
-    rows = jnp.arange(query_length, dtype=jnp.int32)[None]
-    positions = rows + jnp.asarray(query_offset, jnp.int32).reshape(-1, 1)
+    """Folds causality, window (left, right; self not counted), lengths and offset into one interval per query row.
+
+    With an offset known when tracing (an int) and no lengths, positions and interval are NumPy arrays.
+    """
+    xp = _module(query_offset, *(x for x in (query_lengths, key_lengths) if x is not None))
+    rows = np.arange(query_length, dtype=np.int32)[None]
+    positions = rows + xp.asarray(query_offset, np.int32).reshape(-1, 1)
     mask = Mask(positions, None, segments, dense)
     if not is_causal and window is None and query_lengths is None and key_lengths is None:
         return mask
 
-    start, stop = jnp.zeros_like(positions), jnp.full_like(positions, key_length)
+    start, stop = xp.zeros_like(positions), xp.full_like(positions, key_length)
     if is_causal:
-        stop = jnp.minimum(stop, positions + 1)
+        stop = xp.minimum(stop, positions + 1)
     if window is not None:
-        start = jnp.maximum(start, positions - window[0])
-        stop = jnp.minimum(stop, positions + window[1] + 1)
+        start = xp.maximum(start, positions - window[0])
+        stop = xp.minimum(stop, positions + window[1] + 1)
     if key_lengths is not None:
-        stop = jnp.minimum(stop, key_lengths[:, None].astype(jnp.int32))
+        stop = xp.minimum(stop, key_lengths[:, None].astype(np.int32))
     if query_lengths is not None:
-        stop = jnp.where(rows < query_lengths[:, None], stop, 0)
-    return mask._replace(interval=(start, stop))
+        stop = xp.where(rows < query_lengths[:, None], stop, 0)
+    return mask._replace(interval=tuple(xp.broadcast_arrays(start, stop)))
 
 
 def pad(mask: Mask, query_length: int, key_length: int, padded_query_length: int, padded_key_length: int) -> Mask:
@@ -66,10 +73,10 @@ def pad(mask: Mask, query_length: int, key_length: int, padded_query_length: int
     more_rows, more_keys = padded_query_length - query_length, padded_key_length - key_length
     if not more_rows and not more_keys:
         return mask
-    start, stop = mask.interval or (jnp.zeros_like(mask.positions), jnp.full_like(mask.positions, key_length))
+    start, stop = mask.interval or (0 * mask.positions, 0 * mask.positions + key_length)
 
     def extend(x, more, fill=0):
-        return jnp.pad(x, ((0, 0), (0, more)), constant_values=fill)
+        return _module(x).pad(x, ((0, 0), (0, more)), constant_values=fill)
 
     segments = mask.segments
     if segments is not None:
@@ -132,34 +139,51 @@ def allowed(
     return together
 
 
-def key_block_bounds(
+def block_map(
     mask: Mask, rows: int, key_length: int, keys: int
-) -> tuple[Int[Array, " blocks"], Int[Array, " blocks"]]:
-    """Per block of query rows, the half-open range of key blocks outside of which nobody attends.
+) -> tuple[Bool[Array, "#B row_blocks key_blocks"], Bool[Array, "#B row_blocks key_blocks"]]:
+    """Per block of `rows` query rows and `keys` keys: whether some pair in it may attend, and whether every pair does.
 
-    The lengths must be multiples of the block sizes `rows` and `keys`. The dense part is not looked at. Segment ids may
-    come in any order; contiguous (packed) segments are the ones that let blocks be skipped.
+    The lengths must be multiples of the block sizes (`pad` first). The dense part is not looked at. Segment ids may
+    come in any order; contiguous (packed) segments are the ones that let blocks be skipped. A mask of NumPy arrays has
+    maps of NumPy arrays, known when tracing.
     """
+    xp = _module(*jax.tree.leaves(mask))
     blocks = mask.positions.shape[1] // rows
-    edges = jnp.arange(0, key_length, keys, dtype=jnp.int32)
-    needed = jnp.ones((1, blocks, edges.size), bool)
+    edges = np.arange(0, key_length, keys, dtype=np.int32)
+    needed = full = xp.ones((1, blocks, edges.size), bool)
     if mask.interval is not None:
         start, stop = (x.reshape(-1, blocks, rows, 1) for x in mask.interval)
         seen = start < stop
-        first = jnp.where(seen, start, key_length).min(axis=2)
-        last = jnp.where(seen, stop, 0).max(axis=2)
-        needed &= (first < edges + keys) & (last > edges)
+        first = xp.where(seen, start, key_length).min(axis=2)
+        last = xp.where(seen, stop, 0).max(axis=2)
+        needed = needed & (first < edges + keys) & (last > edges)
+        full = full & (start.max(axis=2) <= edges) & (stop.min(axis=2) >= edges + keys)
     if mask.segments is not None:
-        query_low, query_high = _segment_range(mask.segments[0], rows)
-        key_low, key_high = _segment_range(mask.segments[1], keys)
-        needed &= (query_low[:, :, None] <= key_high[:, None]) & (key_low[:, None] <= query_high[:, :, None])
-    needed = needed.any(axis=0)
-    first = jnp.argmax(needed, axis=1).astype(jnp.int32)
-    stop = edges.size - jnp.argmax(needed[:, ::-1], axis=1).astype(jnp.int32)
-    return first, jnp.where(needed.any(axis=1), stop, first)
+        query_low, query_high, query_padding = (x[:, :, None] for x in _segment_range(mask.segments[0], rows, xp))
+        key_low, key_high, key_padding = (x[:, None] for x in _segment_range(mask.segments[1], keys, xp))
+        needed = needed & (query_low <= key_high) & (key_low <= query_high)
+        one_id = (query_low == query_high) & (key_low == key_high) & (query_low == key_low)
+        full = full & one_id & ~query_padding & ~key_padding
+    return needed, full
 
 
-def _segment_range(ids: Int[Array, "B T"], size: int) -> tuple[Int[Array, "B blocks"], Int[Array, "B blocks"]]:
-    """Smallest and largest id of each block, padding left out (an empty range if there is nothing else)."""
+def visited_range(needed: Bool[Array, "... blocks"]) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
+    """The half-open range [first, stop) of the blocks that are needed, along the last axis; first = stop for none."""
+    xp = _module(needed)
+    first = xp.argmax(needed, axis=-1).astype(np.int32)
+    stop = (needed.shape[-1] - xp.argmax(needed[..., ::-1], axis=-1)).astype(np.int32)
+    return first, xp.where(needed.any(axis=-1), stop, first)
+
+
+def _segment_range(ids: Int[Array, "B T"], size: int, xp: ModuleType) -> tuple[Array, Array, Array]:
+    """Per block of `size`: smallest and largest id, padding left out (an empty range if there is nothing else), and
+    whether the block holds padding."""
     blocks = ids.reshape(ids.shape[0], -1, size)
-    return jnp.where(blocks < 0, jnp.iinfo(ids.dtype).max, blocks).min(axis=2), blocks.max(axis=2)
+    padding = blocks < 0
+    return xp.where(padding, np.iinfo(np.int32).max, blocks).min(axis=2), blocks.max(axis=2), padding.any(axis=2)
+
+
+def _module(*arrays: Array | np.ndarray | int) -> ModuleType:
+    """NumPy for what is known when tracing, so that it stays known; else jax.numpy."""
+    return np if all(isinstance(x, np.ndarray | int) for x in arrays) else jnp
