@@ -140,7 +140,7 @@ class ModelConfig:
     """What backward recomputes: nothing, everything but matrix products, or the whole block."""
     scan_layers: bool = True
     """Scan over stacked layers (compile time independent of depth) instead of unrolling them."""
-    attention: Literal["auto", "reference", "chunked"] = "auto"
+    attention: Literal["auto", "tpu", "gpu", "cudnn", "chunked", "reference"] = "auto"
     """Implementation of attention; auto takes the best for the device and shape, and the run records which."""
 
     def __post_init__(self):

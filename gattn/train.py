@@ -429,8 +429,20 @@ class _Run:
 
 def environment(config: Config) -> dict[str, Any]:
     """What ran where, the attention implementation included."""
-    shape = jax.ShapeDtypeStruct((1, config.data.seq_len, 1, config.model.head_dim), config.model.dtype)
-    asked = None if config.model.attention == "auto" else config.model.attention
+    model, length = config.model, config.data.seq_len
+    query, key = (
+        jax.ShapeDtypeStruct((1, length, heads, model.head_dim), model.dtype)
+        for heads in (model.num_heads, model.num_kv_heads)
+    )
+    attention = choose_implementation(
+        query,
+        key,
+        key,
+        is_causal=True,
+        segment_ids=None if config.data.attend_across_documents else jax.ShapeDtypeStruct((1, length), "int32"),
+        sinks=None if model.softmax == "standard" else jax.ShapeDtypeStruct((model.num_heads,), "float32"),
+        implementation=None if model.attention == "auto" else model.attention,
+    )
     return {
         "gattn": __version__,
         "python": platform.python_version(),
@@ -438,7 +450,7 @@ def environment(config: Config) -> dict[str, Any]:
         "platform": jax.default_backend(),
         "device_kind": jax.devices()[0].device_kind,
         "cpu": f"{platform.system()} {platform.machine()}",
-        "attention": choose_implementation(shape, shape, asked),
+        "attention": attention,
         "dtype": config.model.dtype,
     }
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from gattn import gated_dot_product_attention
-
-BOTH = ("reference", "chunked")
-
+from gattn.kernels import api
 
 # Compilation dominates these tests, and LLVM's optimisations dominate compilation.
 QUICK = {
@@ -33,6 +33,69 @@ def qkv(batch=2, length=40, key_length=40, heads=4, kv_heads=2, head_dim=8, dtyp
         "query": normal(1, batch, length, heads, head_dim, dtype=dtype),
         "key": normal(2, batch, key_length, kv_heads, head_dim, dtype=dtype),
         "value": normal(3, batch, key_length, kv_heads, head_dim, dtype=dtype),
+    }
+
+
+class Setting(NamedTuple):
+    """An implementation, and the smallest problem that is several blocks and several heads of a kv head to it."""
+
+    name: str
+    batch: int = 2
+    length: int = 40
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    dtype: Any = jnp.float32
+    tolerance: float = 2e-5
+    lacks: tuple[str, ...] = ()
+    """Arguments that it cannot do."""
+
+    def qkv(self, **changes):
+        mine = {name: getattr(self, name) for name in ("batch", "length", "heads", "kv_heads", "head_dim", "dtype")}
+        return qkv(**mine | {"key_length": changes.get("length", self.length)} | changes)
+
+    def gate(self, width=None, **changes):
+        query = self.qkv(**changes)["query"]
+        return normal(4, *query.shape[:3], width or query.shape[3], dtype=query.dtype)
+
+    def refuses(self, name, arguments):
+        """Whether argument `name` is beyond this implementation; then the error says so."""
+        if name in self.lacks:
+            with pytest.raises(ValueError, match=name):
+                gated_dot_product_attention(**arguments, implementation=self.name)
+        return name in self.lacks
+
+
+SETTINGS = {
+    "reference": Setting("reference"),
+    "chunked": Setting("chunked"),
+    "tpu": Setting("tpu", length=136, head_dim=64, lacks=("bias", "mask", "alibi_slopes")),
+    "gpu": Setting(
+        "gpu",
+        length=72,
+        heads=2,
+        kv_heads=1,
+        head_dim=64,
+        dtype=jnp.bfloat16,
+        tolerance=2e-2,
+        lacks=("bias", "mask", "alibi_slopes", "logits_soft_cap"),
+    ),
+}
+
+
+def interpreted(name):
+    """The setting of an implementation, whose kernels then run in Pallas' interpreters; to be iterated by a fixture."""
+    if name == "gpu" and jax.__version_info__ < (0, 11):
+        pytest.skip(f"the GPU kernel needs jax 0.11, and its interpreter; this is {jax.__version__}")
+    with api.interpreting(name in ("tpu", "gpu")):
+        yield SETTINGS[name]
+
+
+def exact(arguments):
+    """The same numbers in float32, for the reference."""
+    return {
+        x: y.astype(jnp.float32) if getattr(y, "dtype", None) in (jnp.bfloat16, jnp.float16) else y
+        for x, y in arguments.items()
     }
 
 

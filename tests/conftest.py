@@ -11,8 +11,9 @@ import pytest
 hypothesis.settings.register_profile("no test has a time limit", deadline=None)
 hypothesis.settings.load_profile("no test has a time limit")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("NPROC", "1")  # sizes XLA's thread pools
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Computing is done by one thread; those of XLA's pool are there to wait, as the simulated warpgroups of a GPU do.
+os.environ.setdefault("NPROC", "8")
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false")
 # One compilation for all tests and the processes they start; a folder of this test run, so that nothing is stale.
 run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}-{time.time_ns()}")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"gattn-tests-jax-{run}")
@@ -22,12 +23,23 @@ os.environ["GATTN_HOME"] = tempfile.mkdtemp(prefix="gattn-tests-")
 
 @pytest.fixture(scope="module")
 def small_blocks():
-    """Blocks of chunked attention small enough that a test's short sequences are several of them."""
-    from functools import partial
+    """Blocks so small that the short sequences of tests are several, for every implementation that has blocks."""
+    from functools import cache, partial
 
-    from gattn.kernels import api, chunked, vjp
+    from gattn.kernels import api
 
-    kernel = vjp.Kernel(partial(chunked.forward, block=16), partial(chunked.backward, block=16))
+    whole = api._kernel
+
+    @cache
+    def small(name, interpret):
+        kernel, blocks = whole(name, interpret), {"block": 16}
+        if name != "chunked":
+            module = api._module(name)
+            blocks = {
+                "blocks": module.Blocks(128, 128) if name == "tpu" else module.Blocks(*(module.Tile(64, 64),) * 3)
+            }
+        return kernel._replace(forward=partial(kernel.forward, **blocks), backward=partial(kernel.backward, **blocks))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(api._KERNELS, "chunked", kernel)
+        patch.setattr(api, "_kernel", small)
         yield

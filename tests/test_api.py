@@ -11,8 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.mesh import AbstractDevice
+from jax.sharding import PartitionSpec
 
 from gattn import attention_maps, choose_implementation, gated_dot_product_attention
+from gattn.kernels import api
 
 # Compilation dominates these tests, and LLVM's optimisations dominate compilation.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -61,21 +64,49 @@ def test_a_sequence_without_a_batch():
     assert attention_maps(QUERY[0], KEY[0]).shape == (4, 12, 16)
 
 
-def test_long_sequences_go_to_chunked_and_a_named_one_is_never_replaced():
-    def shaped(length):
-        return jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+def shaped(length, dtype=jnp.bfloat16, head_dim=64):
+    return jax.ShapeDtypeStruct((1, length, 2, head_dim), dtype)
 
-    assert choose_implementation(shaped(511), shaped(511)) == "reference"
-    assert choose_implementation(shaped(512), shaped(512)) == "chunked"
-    assert choose_implementation(shaped(1), shaped(32768)) == "reference"
-    assert choose_implementation(shaped(32768), shaped(32768), "reference") == "reference"
-    assert choose_implementation(shaped(8), shaped(8), "chunked") == "chunked"
+
+def test_long_sequences_go_to_chunked_and_a_named_one_is_never_replaced():
+    def chosen(length, implementation=None):
+        return choose_implementation(*(shaped(length),) * 3, implementation=implementation)
+
+    assert [chosen(511), chosen(512), chosen(32768, "reference")] == ["reference", "chunked", "reference"]
+    assert chosen(8, "chunked") == "chunked"
+    assert choose_implementation(shaped(1), shaped(32768), shaped(32768)) == "reference"
 
     def scans(length, implementation=None):
         call = partial(gated_dot_product_attention, implementation=implementation)
         return "scan" in str(jax.make_jaxpr(call)(*(shaped(length),) * 3))
 
     assert [scans(511), scans(512), scans(512, "reference"), scans(16, "chunked")] == [False, True, False, True]
+
+
+IDS = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+CHOICES = [
+    ("tpu", {}, "tpu"),
+    ("tpu", {"gate": shaped(4096), "is_causal": True, "segment_ids": IDS, "logits_soft_cap": 20.0}, "tpu"),
+    ("tpu", {"query": shaped(1)}, "tpu"),
+    ("tpu", dict.fromkeys(("query", "key", "value"), shaped(256)), "reference"),
+    ("tpu", {"bias": jax.ShapeDtypeStruct((1, 1, 4096, 4096), jnp.bfloat16)}, "chunked"),
+    ("gpu", {}, "cudnn"),
+    ("gpu", {"segment_ids": (IDS, IDS)}, "chunked"),
+    ("cpu", {}, "chunked"),
+]
+
+
+@pytest.mark.parametrize(("platform", "arguments", "expected"), CHOICES)
+def test_the_best_that_fits_device_and_arguments(platform, arguments, expected):
+    """The platform of the mesh in context decides, so that a program can be made for devices that are not here."""
+    arguments = dict.fromkeys(("query", "key", "value"), shaped(4096)) | arguments
+    device = AbstractDevice(device_kind="some", num_cores=1, platform=platform)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+        assert choose_implementation(**arguments) == expected
+        jaxpr = jax.make_jaxpr(lambda arrays: gated_dot_product_attention(**arguments | arrays))
+        if expected == "tpu":
+            arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+            assert "gattn_forward" in str(jaxpr(arrays))
 
 
 def zeros(*shape, dtype=np.float32):
@@ -125,6 +156,9 @@ BROKEN = [
     ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap"),
     ({"logits_soft_cap": jnp.ones(())}, TypeError, "logits_soft_cap"),
     ({"implementation": "flash"}, ValueError, "implementation"),
+    ({"implementation": "tpu"}, ValueError, "query has head_dim 8"),
+    ({"implementation": "gpu"}, ValueError, "implementation='gpu' cannot do this call"),
+    ({"sharding": PartitionSpec("data")}, ValueError, "jax.set_mesh"),
 ]
 
 
@@ -156,6 +190,7 @@ x = np.ones((1, 4, 2, 8), np.float32)
 for implementation in ("reference", "chunked"):
     out = gated_dot_product_attention(x, x, x, gate=x, is_causal=True, implementation=implementation)
     np.testing.assert_allclose(out, 1 / (1 + np.exp(-1.0)), rtol=1e-6)
+assert not [name for name in sys.modules if "pallas" in name]
 ours = sorted(name for name in sys.modules if name.partition(".")[0] == "gattn")
 print(*ours)
 """
@@ -163,3 +198,13 @@ print(*ours)
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert all(name == "gattn" or name.startswith("gattn.kernels") for name in done.stdout.split())
+
+
+def test_interpreting_is_a_part_of_the_cache_key():
+    """A function compiled for the interpreter is not what runs outside of it."""
+    x = np.ones((1, 16, 1, 64), np.float32)
+    function = jax.jit(partial(gated_dot_product_attention, implementation="tpu"), compiler_options=QUICK)
+    with api.interpreting(True):
+        np.testing.assert_allclose(function(x, x, x), 1.0, rtol=1e-6)
+    with pytest.raises(ValueError, match="interpret mode"):
+        function(x, x, x)

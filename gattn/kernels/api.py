@@ -1,29 +1,37 @@
-"""gated_dot_product_attention: signature, checks and choice of implementation."""
+"""gated_dot_product_attention: signature, choice of implementation, and what each is called with."""
 
 from __future__ import annotations
 
-import math
-import numbers
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+import importlib
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from gattn.kernels import chunked, masks, reference, vjp
+from gattn.kernels import chunked, masks, reference, sharded, vjp
+from gattn.kernels.arguments import Limits, make_mask, prepare
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-GATE_ACTIVATIONS = ("sigmoid", "ns_sigmoid")
+IMPLEMENTATIONS = ("tpu", "gpu", "cudnn", "chunked", "reference")
+# What a platform prefers, best first. "gpu" comes before "cudnn" once a committed table of a real GPU has proved it.
+_PREFERRED = {"tpu": ("tpu",), "gpu": ("cudnn",)}
+# From this many keys on a device kernel is used. With fewer, its blocks are mostly padding.
+KERNEL_FROM = 512
 # From this many logits per head on, `chunked` is used: it is then the faster one on a CPU, and always the smaller.
 CHUNKED_FROM = 512 * 512
+# Up to this many queries per head, the query heads of a kv head become rows of one block of a device kernel.
+PACKED_UP_TO = 8
 
-# None: JAX differentiates the reference itself.
-_KERNELS = {"reference": None, "chunked": vjp.Kernel(chunked.forward, chunked.backward)}
-IMPLEMENTATIONS = tuple(_KERNELS)
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
+# `with interpreting(True):` runs the Pallas kernels in Pallas' interpreters, on any machine; instead of True, the
+# parameters of one (`pltpu.InterpretParams(...)`). It is a part of every jit's cache key.
+interpreting = jax.make_user_context(False)
 
 
 def gated_dot_product_attention(
@@ -46,6 +54,7 @@ def gated_dot_product_attention(
     alibi_slopes: Float[ArrayLike, " N"] | None = None,
     logits_soft_cap: float | None = None,
     implementation: str | None = None,
+    sharding: PartitionSpec | None = None,
     return_residual: bool = False,
 ) -> Float[Array, "*B T N H"] | tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Softmax attention whose output is multiplied by a gate: ``softmax(q k^T * scale + ...) v * sigmoid(gate)``.
@@ -76,8 +85,12 @@ def gated_dot_product_attention(
       sinks: [N], one more logit per head in the softmax's denominator, without a value. Zeros: off-by-one softmax.
       alibi_slopes: [N], adds ``-slope * |query position - key position|``.
       logits_soft_cap: ``cap * tanh(logits / cap)``.
-      implementation: "reference" (float32, T x S arrays), "chunked" (O(S * block) memory) or None to take what
-        `choose_implementation` says.
+      implementation: "tpu" and "gpu" (Pallas kernels with the gate in their epilogue), "cudnn" (the gate outside),
+        "chunked" (XLA, O(S * block) memory), "reference" (float32, T x S arrays), or None to take what
+        `choose_implementation` says. A given one is never replaced.
+      sharding: how query lies over the mesh in context (`jax.set_mesh`), as `P("data", None, "tensor")`: batch, rows
+        and heads may be split. Device kernels need it where the mesh's axes are automatic; explicit ones say it
+        themselves. Key and value are gathered along S. None inside of `shard_map`.
       return_residual: also return the log-sum-exp, float32 [B, T, N], natural logarithm, of the logits as above, sink
         included, gate not, so that partial results can be merged. It is differentiable.
 
@@ -89,7 +102,7 @@ def gated_dot_product_attention(
       TypeError, ValueError: an argument has a dtype, shape or value that cannot work; it is named with the remedy.
     """
     unbatched = np.ndim(query) == 3
-    inputs, limits, options = _prepare(
+    inputs, limits, options = prepare(
         query,
         key,
         value,
@@ -108,8 +121,10 @@ def gated_dot_product_attention(
         alibi_slopes=alibi_slopes,
         logits_soft_cap=logits_soft_cap,
     )
-    kernel = _KERNELS[choose_implementation(inputs.query, inputs.key, implementation)]
-    out, lse = _attend(kernel, options, inputs, limits)
+    chosen = _choose(inputs, limits, options, implementation)
+    layout = sharded.layout(inputs.query, PartitionSpec(None, *sharding) if sharding and unbatched else sharding)
+    _check_layout(chosen, layout)
+    out, lse = _attend(_attention(chosen), layout, options, inputs, limits)
     if unbatched:
         out, lse = out[0], lse[0]
     return (out, lse) if return_residual else out
@@ -127,68 +142,201 @@ def attention_maps(
     Takes the keyword arguments of `gated_dot_product_attention` that shape the softmax (scale, is_causal, sinks, ...),
     with the same errors. A row sums to 1, to less with a sink, and to 0 if it has nothing to attend to.
     """
-    inputs, limits, options = _prepare(query, key, key, bias, mask, **arguments)
+    inputs, limits, options = prepare(query, key, key, bias, mask, **arguments)
     maps = _attention_maps(options, inputs, limits)
     return maps[0] if np.ndim(query) == 3 else maps
 
 
-def choose_implementation(query: Any, key: Any, implementation: str | None = None) -> str:
-    """The name of the implementation that attention on these arrays (or `jax.ShapeDtypeStruct`s, BTNH) runs.
+def choose_implementation(
+    query: Any, key: Any, value: Any, *more: Any, implementation: str | None = None, **arguments: Any
+) -> str:
+    """The name of the implementation that a call of `gated_dot_product_attention` with these arguments runs.
 
-    None means "reference" while T * S is below `CHUNKED_FROM` (512 x 512), then "chunked"; a given name is taken as
-    it is. ValueError for an unknown name.
+    Arrays may be `jax.ShapeDtypeStruct`s. None takes, from `KERNEL_FROM` (512) keys on, the platform's device kernel if
+    it can do the call: "tpu" on TPUs, "cudnn" on GPUs. Otherwise "reference" while T * S is below `CHUNKED_FROM`
+    (512 x 512), then "chunked". The platform is that of the mesh in context, else of the default device.
+
+    Raises:
+      ValueError: the name is unknown, or it cannot do an argument, which is named. And what the call itself raises.
     """
+    names = ("query", "key", "value", "bias", "mask")
+    arguments |= dict(zip(names, (query, key, value, *more), strict=False))
+    arguments = {name: x for name, x in arguments.items() if name not in ("sharding", "return_residual")}
+    arrays = {name: x for name, x in arguments.items() if hasattr(x, "shape") or name == "segment_ids"}
+    chosen = []
+
+    def trace(arrays: dict[str, Any]) -> None:
+        chosen.append(_choose(*prepare(**arguments | arrays), implementation))
+
+    jax.eval_shape(trace, arrays)
+    return chosen[0]
+
+
+def _choose(inputs: reference.Inputs, limits: Limits, options: reference.Options, implementation: str | None) -> str:
     if implementation is None:
-        return "chunked" if query.shape[-3] * key.shape[-3] >= CHUNKED_FROM else "reference"
+        length, key_length = inputs.query.shape[1], inputs.key.shape[1]
+        preferred = _PREFERRED.get(_platform(), ()) if key_length >= KERNEL_FROM else ()
+        fallback = "chunked" if length * key_length >= CHUNKED_FROM else "reference"
+        fitting = (name for name in preferred if _unsupported(name, inputs, limits, options) is None)
+        return next(fitting, fallback)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation={implementation!r} is unknown: use one of {IMPLEMENTATIONS}, or None to choose."
         )
+    problem = _unsupported(implementation, inputs, limits, options)
+    if problem is not None:
+        raise ValueError(
+            f"implementation={implementation!r} cannot do this call: {problem}. None chooses one that can."
+        )
     return implementation
 
 
-class _Limits(NamedTuple):
-    """The arrays that say who sees whom."""
+def _unsupported(name: str, inputs: reference.Inputs, limits: Limits, options: reference.Options) -> str | None:
+    if name == "cudnn":
+        return _module(name).unsupported(inputs, limits, options)
+    if name in ("tpu", "gpu"):
+        mask = jax.eval_shape(partial(make_mask, options=options), inputs, limits)
+        return _module(name).unsupported(inputs, mask, options)
+    return None
 
-    query_offset: Int[Array, "#B"]
-    query_lengths: Int[Array, " B"] | None
-    key_lengths: Int[Array, " B"] | None
-    segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
-    dense: Bool[Array, "#B #N #T #S"] | None
+
+def _platform() -> str:
+    """That of the mesh in context, whose devices need not be here, else of the default device: "tpu", "gpu", "cpu"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
+    if device is None:
+        return jax.default_backend()
+    platform = getattr(device, "platform", device)
+    return "gpu" if platform == "cuda" else platform
+
+
+def _check_layout(implementation: str, layout: PartitionSpec | None) -> None:
+    """XLA can split everything but the Pallas kernels, cuDNN's rows excepted."""
+    if implementation == "cudnn" and layout is not None and layout[1] is not None:
+        raise ValueError(f'implementation="cudnn" cannot split rows: sharding={layout}.')
+    sizes = jax.sharding.get_abstract_mesh().shape
+    if implementation in ("tpu", "gpu") and layout is None and any(sizes[axis] > 1 for axis in sharded.free_axes()):
+        raise ValueError(
+            f"implementation={implementation!r} under a mesh needs sharding=P(batch axes, None, head axes): XLA cannot "
+            "split a device kernel, and the axes of the mesh are automatic."
+        )
+
+
+def _attention(name: str) -> Callable[..., tuple[Array, Array]]:
+    """The implementation as a hashable function (inputs, mask, (query lengths, key lengths), options) -> (out, lse)."""
+    if name == "reference":
+        return _reference
+    if name == "cudnn":
+        return _module(name).attend
+    return _fused(_kernel(name, interpreting.value), name in ("tpu", "gpu"))
+
+
+def _reference(
+    inputs: reference.Inputs, mask: masks.Mask, lengths: Any, options: reference.Options
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    return reference.attend(inputs, mask, options)
+
+
+# Cached, because jit's cache knows functions by identity.
+@cache
+def _fused(kernel: vjp.Kernel, packs: bool) -> Callable[..., tuple[Array, Array]]:
+    def attention(inputs: reference.Inputs, mask: masks.Mask, lengths: Any, options: reference.Options) -> Any:
+        few = inputs.query.shape[1] <= PACKED_UP_TO and inputs.query.shape[2] > inputs.key.shape[2]
+        attend = _attend_packed if packs and few else vjp.attend
+        return attend(kernel, options, inputs, mask)
+
+    return attention
+
+
+@cache
+def _kernel(name: str, interpret: Any) -> vjp.Kernel:
+    if name == "chunked":
+        return vjp.Kernel(chunked.forward, chunked.backward)
+    module = _module(name)
+    functions = {part: getattr(module, part) for part in vjp.Kernel._fields if hasattr(module, part)}
+    return vjp.Kernel(**{part: partial(function, interpret=interpret) for part, function in functions.items()})
+
+
+def _module(name: str) -> Any:
+    """The module of a device's kernels, which may import only where Pallas has that device."""
+    return importlib.import_module(f"gattn.kernels.{name}")
+
+
+def _attend_packed(
+    kernel: vjp.Kernel, options: reference.Options, inputs: reference.Inputs, mask: masks.Mask
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """`vjp.attend` with the G = N / K query heads of a kv head as rows: T * G rows of K heads, for a few queries.
+
+    So a block of keys is read once for all of them, and the matrix unit gets more than T rows. Rows of several heads
+    have no sink in common: the kernel runs without, and what the sinks take is taken from the output afterwards.
+    """
+    batch, length, heads, _ = inputs.query.shape
+    kv_heads = inputs.key.shape[2]
+    group = heads // kv_heads
+
+    def swap(x: Array, *sizes: int) -> Array:
+        return x.reshape(batch, length, *sizes, x.shape[-1]).swapaxes(2, 3)
+
+    def pack(x: Float[Array, "B T N X"]) -> Float[Array, "B T*G K X"]:
+        return swap(x, kv_heads, group).reshape(batch, length * group, kv_heads, -1)
+
+    def unpack(x: Float[Array, "B T*G K X"]) -> Float[Array, "B T N X"]:
+        return swap(x, group, kv_heads).reshape(batch, length, heads, -1)
+
+    def repeat(x: Int[Array, "B T"]) -> Int[Array, "B T*G"]:
+        return (np if isinstance(x, np.ndarray) else jnp).repeat(x, group, axis=1)
+
+    rows = mask._replace(
+        positions=repeat(mask.positions),
+        interval=None if mask.interval is None else (repeat(mask.interval[0]), repeat(mask.interval[1])),
+        segments=None if mask.segments is None else (repeat(mask.segments[0]), mask.segments[1]),
+    )
+    gate = None if inputs.gate is None else pack(inputs.gate)
+    packed = inputs._replace(query=pack(inputs.query), gate=gate, sinks=None)
+    out, lse = vjp.attend(kernel, options, packed, rows)
+    out, lse = unpack(out), unpack(lse[..., None])[..., 0]
+    if inputs.sinks is None:
+        return out, lse
+    sinks = inputs.sinks.astype(lse.dtype)
+    # Of the softmax with a sink, exp(lse) / (exp(lse) + exp(sink)) falls to the keys.
+    share = jax.nn.sigmoid(lse - sinks)
+    return (out * share[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks)
 
 
 # Jitted so that calls outside of jit compile once per shape, and not their loops at every call.
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _attend(
-    kernel: vjp.Kernel | None, options: reference.Options, inputs: reference.Inputs, limits: _Limits
+    attention: Callable[..., tuple[Array, Array]],
+    layout: PartitionSpec | None,
+    options: reference.Options,
+    inputs: reference.Inputs,
+    limits: Limits,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     inputs, mask = _mask_and_clear(options, inputs, limits)
-    if kernel is None:
-        out, lse = reference.attend(inputs, mask, options)
+    lengths = limits.query_lengths, limits.key_lengths
+    if layout is None:
+        out, lse = attention(inputs, mask, lengths, options)
     else:
-        out, lse = vjp.attend(kernel, options, inputs, mask)
+        out, lse = sharded.attend(attention, layout, inputs, mask, lengths, options)
     # Stops whatever cotangent a caller's padding rows bring.
     return _clear(out, limits.query_lengths), lse
 
 
 @partial(jax.jit, static_argnums=0)
-def _attention_maps(options: reference.Options, inputs: reference.Inputs, limits: _Limits) -> Float[Array, "B N T S"]:
+def _attention_maps(options: reference.Options, inputs: reference.Inputs, limits: Limits) -> Float[Array, "B N T S"]:
     inputs, mask = _mask_and_clear(options, inputs, limits)
     return reference.attention_maps(inputs, mask, options)
 
 
 def _mask_and_clear(
-    options: reference.Options, inputs: reference.Inputs, limits: _Limits
+    options: reference.Options, inputs: reference.Inputs, limits: Limits
 ) -> tuple[reference.Inputs, masks.Mask]:
-    lengths = inputs.query.shape[1], inputs.key.shape[1]
-    mask = masks.make_mask(*lengths, is_causal=options.is_causal, window=options.window, **limits._asdict())
     cleared = inputs._replace(
         query=_clear(inputs.query, limits.query_lengths),
         key=_clear(inputs.key, limits.key_lengths),
         value=_clear(inputs.value, limits.key_lengths),
         gate=None if inputs.gate is None else _clear(inputs.gate, limits.query_lengths),
     )
-    return cleared, mask
+    return cleared, make_mask(inputs, limits, options)
 
 
 def _clear(x: Float[Array, "B T N H"], lengths: Int[Array, " B"] | None) -> Float[Array, "B T N H"]:
@@ -196,189 +344,3 @@ def _clear(x: Float[Array, "B T N H"], lengths: Int[Array, " B"] | None) -> Floa
     if lengths is None:
         return x
     return jnp.where((jnp.arange(x.shape[1]) < lengths[:, None])[:, :, None, None], x, 0)
-
-
-def _prepare(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None,
-    mask: ArrayLike | None,
-    *,
-    gate: ArrayLike | None = None,
-    gate_activation: str = "sigmoid",
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
-    query_offset: int | ArrayLike = 0,
-    sinks: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
-) -> tuple[reference.Inputs, _Limits, reference.Options]:
-    """Checks every argument and brings it into the one form that implementations take."""
-    query, key, value = _check_qkv(query, key, value)
-    (batch, length, heads, head_dim), key_length = query.shape, key.shape[1]
-    logits_shape = batch, heads, length, key_length
-    if gate_activation not in GATE_ACTIVATIONS:
-        raise ValueError(
-            f"gate_activation={gate_activation!r} is unknown: use one of {GATE_ACTIVATIONS}, or apply the gate outside."
-        )
-    inputs = reference.Inputs(
-        query,
-        key,
-        value,
-        gate=_check_gate(gate, query),
-        sinks=None if sinks is None else _check("sinks", sinks, jnp.floating, (heads,)),
-        bias=_check_broadcastable("bias", bias, jnp.floating, logits_shape),
-        alibi_slopes=None if alibi_slopes is None else _check("alibi_slopes", alibi_slopes, jnp.floating, (heads,)),
-    )
-    limits = _Limits(
-        query_offset=_check_offset(query_offset, batch),
-        query_lengths=_check_lengths("query_seq_lengths", query_seq_lengths, batch),
-        key_lengths=_check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
-        segments=_check_segments(segment_ids, batch, length, key_length),
-        dense=_check_broadcastable("mask", mask, jnp.bool_, logits_shape),
-    )
-    if not isinstance(is_causal, bool | np.bool_):
-        raise TypeError(f"is_causal={is_causal!r} must be True or False, known when tracing.")
-    options = reference.Options(
-        scale=1 / math.sqrt(head_dim) if scale is None else _check_number("scale", scale),
-        logits_soft_cap=None if logits_soft_cap is None else _check_number("logits_soft_cap", logits_soft_cap),
-        gate_activation=gate_activation,
-        is_causal=bool(is_causal),
-        window=_check_window(local_window_size),
-    )
-    if options.logits_soft_cap is not None and options.logits_soft_cap <= 0:
-        raise ValueError(f"logits_soft_cap={logits_soft_cap} must be positive; pass None for no cap.")
-    return inputs, limits, options
-
-
-def _array(name: str, x: ArrayLike) -> Array:
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}.") from error
-
-
-def _check(name: str, x: ArrayLike, kind: Any, shape: tuple[int, ...]) -> Array:
-    x = _array(name, x)
-    _check_kind(name, x, kind)
-    if x.shape != shape:
-        raise ValueError(f"{name} has shape {x.shape}, must be {shape}.")
-    return x
-
-
-def _check_kind(name: str, x: Array, kind: Any) -> None:
-    if not jnp.issubdtype(x.dtype, kind):
-        remedy = " (an additive mask goes into bias)" if name == "mask" else ""
-        raise TypeError(
-            f"{name} has dtype {x.dtype}, must be {np.dtype(bool) if kind is jnp.bool_ else kind.__name__}{remedy}."
-        )
-
-
-def _check_broadcastable(name: str, x: ArrayLike | None, kind: Any, shape: tuple[int, ...]) -> Array | None:
-    if x is None:
-        return None
-    x = _array(name, x)
-    _check_kind(name, x, kind)
-    padded = (1,) * (4 - x.ndim) + x.shape
-    if len(padded) != 4 or any(size not in (1, full) for size, full in zip(padded, shape, strict=True)):
-        raise ValueError(f"{name} has shape {x.shape}, must broadcast to [B, N, T, S] = {shape}.")
-    return x.reshape(padded)
-
-
-def _check_qkv(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array, Array, Array]:
-    query, key, value = _array("query", query), _array("key", key), _array("value", value)
-    if query.ndim not in (3, 4) or 0 in query.shape:
-        raise ValueError(f"query has shape {query.shape}, must be [B, T, N, H] or [T, N, H] and not empty.")
-    if query.dtype.name not in _DTYPES:
-        raise TypeError(f"query has dtype {query.dtype}, must be one of {_DTYPES}: cast it.")
-    if (
-        key.ndim != query.ndim
-        or 0 in key.shape
-        or (*key.shape[:-3], key.shape[-1]) != (*query.shape[:-3], query.shape[-1])
-    ):
-        raise ValueError(
-            f"key has shape {key.shape}, must be {'[B, S, K, H]' if query.ndim == 4 else '[S, K, H]'} with the batch "
-            f"and head_dim of query, whose shape is {query.shape}."
-        )
-    if value.shape != key.shape:
-        raise ValueError(f"value has shape {value.shape}, must be that of key, {key.shape}.")
-    for name, x in (("key", key), ("value", value)):
-        if x.dtype != query.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}, query has {query.dtype}: cast them to one dtype.")
-    if query.shape[-2] % key.shape[-2]:
-        raise ValueError(f"query has {query.shape[-2]} heads, must be a multiple of the {key.shape[-2]} heads of key.")
-    if query.ndim == 3:
-        query, key, value = query[None], key[None], value[None]
-    return query, key, value
-
-
-def _check_gate(gate: ArrayLike | None, query: Float[Array, "B T N H"]) -> Float[Array, "B T N #H"] | None:
-    if gate is None:
-        return None
-    scores = _array("gate", gate)
-    _check_kind("gate", scores, jnp.floating)
-    headwise = (*query.shape[:-1], 1)
-    if scores.ndim == 3 and query.shape[0] == 1:
-        scores = scores[None]
-    if scores.shape not in (query.shape, headwise):
-        raise ValueError(
-            f"gate has shape {scores.shape}, must be {query.shape} (elementwise) or {headwise} (headwise)."
-        )
-    return scores
-
-
-def _check_segments(
-    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None, batch: int, length: int, key_length: int
-) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | None:
-    if segment_ids is None:
-        return None
-    if isinstance(segment_ids, tuple):
-        if len(segment_ids) != 2:
-            raise ValueError(f"segment_ids has {len(segment_ids)} parts, must be one array or (query ids, key ids).")
-        query_ids, key_ids = segment_ids
-    elif length != key_length:
-        raise ValueError(
-            f"segment_ids is one array, but query has {length} rows and key {key_length}: pass (query ids, key ids)."
-        )
-    else:
-        query_ids = key_ids = segment_ids
-    return (
-        _check("segment_ids (query)", query_ids, jnp.signedinteger, (batch, length)),
-        _check("segment_ids (key)", key_ids, jnp.signedinteger, (batch, key_length)),
-    )
-
-
-def _check_lengths(name: str, lengths: ArrayLike | None, batch: int) -> Int[Array, " B"] | None:
-    return None if lengths is None else _check(name, lengths, jnp.integer, (batch,))
-
-
-def _check_offset(query_offset: int | ArrayLike, batch: int) -> Int[Array, "#B"]:
-    offset = _array("query_offset", query_offset)
-    _check_kind("query_offset", offset, jnp.integer)
-    if offset.shape not in ((), (1,), (batch,)):
-        raise ValueError(f"query_offset has shape {offset.shape}, must be an int or an array of shape ({batch},).")
-    return offset.reshape(-1)
-
-
-def _check_number(name: str, x: float) -> float:
-    if not isinstance(x, numbers.Real) or isinstance(x, bool):
-        raise TypeError(f"{name} is {type(x).__name__}, must be a Python number known when tracing.")
-    if not math.isfinite(x):
-        raise ValueError(f"{name}={x} must be finite.")
-    return float(x)
-
-
-def _check_window(window: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    if window is None:
-        return None
-    pair = window if isinstance(window, tuple | list) else (window, window)
-    if len(pair) != 2 or not all(isinstance(x, int | np.integer) and x >= 0 for x in pair):
-        raise ValueError(
-            f"local_window_size={window!r} must be an int or (left, right), not negative; None for no window."
-        )
-    return int(pair[0]), int(pair[1])

@@ -44,6 +44,16 @@ def gate_multiplier(gate: Float[Array, "B T N #H"], activation: str) -> Float[Ar
     return 0.5 + 0.5 * sigma if activation == "ns_sigmoid" else sigma
 
 
+def gate_log_slope(gate: Float[Array, "B T N #H"], activation: str) -> Float[Array, "B T N #H"]:
+    """Derivative of the logarithm of `gate_multiplier`: the gate's gradient is this times dout * out; in float32."""
+    gate = gate.astype(accumulation_type(gate))
+    # sigma' / sigma = 1 - sigma = sigmoid(-gate), which unlike 1 - sigma stays exact for large gates.
+    slope = jax.nn.sigmoid(-gate)
+    if activation == "ns_sigmoid":
+        slope = 0.5 * jax.nn.sigmoid(gate) * slope / gate_multiplier(gate, activation)
+    return slope
+
+
 def accumulation_type(x: Array) -> jnp.dtype:
     """float32, or float64 for float64 inputs."""
     return jnp.promote_types(x.dtype, jnp.float32)
