@@ -1,0 +1,102 @@
+"""Compile for machines that are not there: TPU chips and the H200, on any Linux x86-64 machine. jax only.
+
+The compilers are large and come in an environment of their own (`make test-aot` makes it). What they produce is what
+the chip would run: out-of-memory errors, memory and FLOP counts, kernels in assembly.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax._src.mesh import AbstractDevice
+from jax.experimental import topologies
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# One host's worth of each chip: the smallest topologies that the compiler knows.
+TPU_HOSTS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+
+# libtpu would otherwise look for a cloud's metadata server, and refuse a second process on this machine.
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+# Neither can be had without the card: autotuning measures, and Triton's products are chosen by it.
+_XLA_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+
+# NVIDIA's figures for the H200 SXM, as XLA's textproto `GpuTargetConfigProto`.
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 8 patch: 0 }
+device_description_str: "NVIDIA H200 141GB HBM3e"
+"""
+
+
+def prepare() -> None:
+    """Makes this process one that runs on its CPU and compiles for others; before JAX is first asked for devices."""
+    os.environ.update(_LIBTPU, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}")
+    jax.config.update("jax_platforms", "cpu")
+    # A program from the cache would not be compiled, and the compilers' dumps would be missing.
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+def tpu_devices(topology: str) -> list[jax.Device]:
+    """Compile-only TPU devices, by chip ("v5p": those of one host) or by topology ("v5p:4x4x4"), after `prepare`.
+
+    RuntimeError, with the remedy, if libtpu is not installed.
+    """
+    _require("libtpu")
+    return topologies.get_topology_desc(topology_name=TPU_HOSTS.get(topology, topology), platform="tpu").devices
+
+
+def h200_devices(count: int = 1) -> list[jax.Device]:
+    """Compile-only H200s in one NVLink domain, after `prepare`.
+
+    RuntimeError, with the remedy, if the CUDA plugin is not installed, or ptxas neither on the PATH nor by pip.
+    """
+    _require("jax_cuda12_plugin")
+    if shutil.which("ptxas") is None:
+        _require("nvidia")
+    shape = f"1x1x{count}"
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name=shape, topology=shape, target_config=_H200
+    ).devices
+
+
+def compile_for(device: jax.Device, function: Callable[..., Any], *arguments: Any) -> jax.stages.Compiled:
+    """`function` compiled for one such device. Of the arguments, pytrees, only shapes and dtypes matter."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    with nullcontext() if device.platform == "tpu" else h200_mesh():
+        traced = jax.jit(function).trace(*structs)
+        return traced.lower(lowering_platforms=("tpu" if device.platform == "tpu" else "cuda",)).compile()
+
+
+def h200_mesh() -> Any:
+    """The context in which Mosaic GPU kernels are traced where there is no GPU: they ask it for the kind of device."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def _require(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise RuntimeError(
+            f"{package} is not installed. On Linux x86-64, `make test-aot` makes .venv-aot, whose python has all that "
+            "compiles for other machines; or `pip install -r requirements-aot.txt` (1.3 GB)."
+        )
