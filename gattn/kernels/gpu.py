@@ -37,6 +37,7 @@ MATRIX, BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), pl
 # The arrangement of shared memory that wgmma reads and TMA writes.
 SWIZZLED: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 LOG2_E = math.log2(math.e)
+HOPPER = "9.0"
 # Below every logit, and finite: differences are numbers even in rows that have seen nothing.
 LOWEST = float(np.finfo(np.float32).min)
 # Per thread; the consumers share what the producer leaves of 65536.
@@ -78,6 +79,9 @@ def unsupported(inputs: Inputs, mask: masks.Mask, options: Options) -> str | Non
     dtype, head_dim = inputs.query.dtype, inputs.query.shape[-1]
     if jax.__version_info__ < (0, 11):
         return f"Mosaic GPU is that of jax {jax.__version__}; the GPU kernel needs 0.11"
+    capability = getattr(jax.devices()[0], "compute_capability", HOPPER)
+    if capability != HOPPER:
+        return f"this GPU has compute capability {capability}; the GPU kernel is for Hopper, {HOPPER}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"query has dtype {dtype}; the GPU kernel takes bfloat16 and float16"
     if head_dim not in BLOCKS:
@@ -775,7 +779,9 @@ def _warpgroup():
 
 
 def _take_registers(consumers):
-    plgpu.set_max_registers(min(240, (512 - PRODUCER_REGISTERS) // consumers // 8 * 8), action="increase")
+    # A single consumer is launched with as many as a thread can have.
+    if consumers > 1:
+        plgpu.set_max_registers(min(240, (512 - PRODUCER_REGISTERS) // consumers // 8 * 8), action="increase")
 
 
 def _base2(s, scale):
