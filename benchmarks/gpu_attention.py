@@ -138,7 +138,7 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def first_line(error: Exception) -> str:
     message = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {message[0][:160] if message else ''}"
+    return ": ".join([type(error).__name__, *(line[:160] for line in message[:1])])
 
 
 def draw(case: Case) -> tuple[dict[str, jax.Array], jax.Array, dict[str, Any], np.ndarray]:
@@ -532,11 +532,11 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         backend = jax.default_backend()
-    except RuntimeError as error:
+    except Exception as error:  # what JAX_PLATFORMS=cuda raises without a GPU depends on the version
         backend = first_line(error)
     if backend != "gpu" and not arguments.smoke:
         raise SystemExit(
-            f"benchmarks.gpu_attention needs an NVIDIA GPU and jax with CUDA; here jax has: {backend}. "
+            f"benchmarks.gpu_attention needs an NVIDIA GPU and jax with CUDA; here jax says: {backend}. "
             "--smoke --implementations chunked,reference only tries it out."
         )
     # 10 seconds less, to end in time.

@@ -164,7 +164,7 @@ def measure(program: Program) -> dict[str, Any]:
             aot.compile_for(aot.h200_devices()[0], function, *arguments)
         except Exception as error:
             message = str(error).strip().splitlines()
-            return row | {"failed": f"{type(error).__name__}: {message[0][:200] if message else ''}"}
+            return row | {"failed": ": ".join([type(error).__name__, *(line[:200] for line in message[:1])])}
         (ptx,), (report,), (launch,) = (
             [path.read_text() for path in Path(folder).glob(f"*{name}")]
             for name in (".ptx", ".ptxas", ".before_layout_inference.txt")
