@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from gattn import attention_maps, choose_implementation, gated_dot_product_attention
 from gattn.kernels import api
+from tests.attention import attend, qkv
 
 # Compilation dominates these tests, and LLVM's optimisations dominate compilation.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -208,3 +209,15 @@ def test_interpreting_is_a_part_of_the_cache_key():
         np.testing.assert_allclose(function(x, x, x), 1.0, rtol=1e-6)
     with pytest.raises(ValueError, match="interpret mode"):
         function(x, x, x)
+
+
+def test_a_sink_that_is_off_and_a_row_that_sees_nothing_are_zeros_when_heads_are_packed():
+    """-inf and -inf: 0 in the output, -inf as the log-sum-exp, and no NaN in a gradient."""
+    arguments = qkv(batch=1, length=2, key_length=128, heads=2, kv_heads=1, head_dim=64)
+    arguments |= {"sinks": jnp.array([-jnp.inf, 0.5]), "key_value_seq_lengths": np.array([0])}
+    with api.interpreting(True):
+        got = attend(arguments, "tpu")
+    np.testing.assert_array_equal(got["out"], 0.0)
+    np.testing.assert_array_equal(got["lse"][0], [[-np.inf, 0.5]] * 2)
+    for name in ("dquery", "dkey", "dvalue"):
+        np.testing.assert_array_equal(got[name], 0.0, err_msg=name)

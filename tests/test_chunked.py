@@ -155,3 +155,8 @@ def test_work_is_skipped_where_it_can_be():
     assert visited(segments=(packed, packed)) == [2] * 6 + [0] * 2
     # Blocks that need no mask: all; below the diagonal; none of a window as wide as a block; and so on.
     assert whole == [64, 28, 0, 16, 16, 12]
+
+
+def test_a_window_may_be_wider_than_any_integer_that_counts_keys():
+    mask = masks.make_mask(64, 64, window=(3, 2**31 - 1))
+    np.testing.assert_array_equal(mask.interval[1], 64)

@@ -114,4 +114,4 @@ def test_head_dims_of_the_device():
             patch.setattr(jax, "devices", lambda: [Device()])
             return cudnn._largest_head_dim()
 
-    assert [largest(x) for x in ("8.0", "9.0", "10.0", "gfx942")] == [128, 256, 256, 0]
+    assert [largest(x) for x in ("7.5", "8.0", "9.0", "10.0", "gfx942")] == [0, 128, 256, 256, 0]

@@ -162,6 +162,7 @@ def test_blocks_that_nobody_sees_are_neither_computed_nor_read():
         ("alibi_slopes", {"alibi_slopes": jax.ShapeDtypeStruct((1,), jnp.float32)}),
         ("query has dtype float32", {"query": jax.ShapeDtypeStruct((1, 256, 1, 64), jnp.float32)}),
         ("query has head_dim 96", {"query": jax.ShapeDtypeStruct((1, 256, 1, 96), jnp.bfloat16)}),
+        ("gate has dtype float32", {"gate": jax.ShapeDtypeStruct((1, 256, 1, 64), jnp.float32)}),
         ("logits_soft_cap", {"logits_soft_cap": 30.0}),
         ("mask", {"dense": np.ones((1, 1, 256, 256), bool)}),
     ],
@@ -175,3 +176,13 @@ def test_what_it_cannot_do_is_named(name, changes):
     assert gpu.unsupported(inputs, mask, options).startswith(name)
     with pytest.raises(ValueError, match=name):
         jax.eval_shape(lambda inputs: gpu.forward(inputs, mask, options), inputs)
+
+
+@pytest.mark.parametrize(
+    "tile", [(128, 128, (2, 1)), (192, 64, (2, 2)), (192, 128, (2, 2)), (128, 96, (2, 2)), (128, 64, (1, 2))]
+)
+def test_blocks_that_would_deadlock_or_miss_rows_are_refused(tile):
+    with pytest.raises(ValueError, match=r"blocks\.forward"):
+        gpu.BLOCKS[64]._replace(forward=gpu.Tile(*tile)).check()
+    for blocks in gpu.BLOCKS.values():
+        blocks.check()

@@ -198,6 +198,27 @@ def test_the_list_visits_what_the_mask_needs_and_nothing_else(
         assert ends == [(i, flag) for i in range(needed.shape[1]) for flag in (tpu._FIRST, tpu._LAST)]
 
 
+@pytest.mark.parametrize("activation", ["sigmoid", "ns_sigmoid"])
+def test_gates_closed_beyond_what_exponentials_hold(activation):
+    """exp(100) is no float32: the sigmoid is 0 there, and the non-sparse one a half."""
+    inputs = inputs_of(heads=2, kv_heads=1, length=128, key_length=128)
+    inputs = inputs._replace(gate=jnp.linspace(-100, 100, inputs.gate.size).reshape(inputs.gate.shape))
+    assert_close(*both(inputs, masks.make_mask(128, 128), reference.Options(0.125, gate_activation=activation)), 1e-5)
+
+
+def test_vmap_of_gates_and_sinks_lowers():
+    """The interpreter takes what the lowering refuses: memory that is not fetched by blocks, with a batch axis."""
+    inputs = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), inputs_of(length=130, key_length=130, sinks=True))
+    mask, options = masks.make_mask(130, 130, is_causal=True), reference.Options(0.125)
+
+    def grads(inputs):
+        attend = partial(vjp.attend, kernel(interpret=False), options)
+        return jax.grad(lambda inputs: jnp.sin(attend(inputs, mask)[0]).sum())(inputs)
+
+    lowered = jax.jit(jax.vmap(grads)).trace(inputs).lower(lowering_platforms=("tpu",))
+    assert "gattn_forward" in lowered.as_text()
+
+
 def test_what_it_cannot_do_is_named():
     inputs, mask = inputs_of(), masks.make_mask(256, 256)
     options = reference.Options(scale=1.0)
@@ -206,6 +227,13 @@ def test_what_it_cannot_do_is_named():
         ({"alibi_slopes": jnp.zeros(4)}, "alibi_slopes"),
         ({"query": inputs.query.astype(jnp.float16)}, "float16"),
         ({"query": inputs.query[..., :32]}, "head_dim 32"),
+        ({"gate": inputs.gate.astype(jnp.float16)}, "gate"),
     ):
         assert name in tpu.unsupported(inputs._replace(**change), mask, options)
     assert "mask" in tpu.unsupported(inputs, mask._replace(dense=jnp.ones((1, 1, 256, 256), bool)), options)
+
+
+def test_too_many_blocks_are_refused():
+    needed = np.ones((1, 2, 2**14), bool)
+    with pytest.raises(ValueError, match="too many"):
+        tpu._list(needed, needed, by_rows=True, group=1, trivial=False)

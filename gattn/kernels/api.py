@@ -298,8 +298,11 @@ def _attend_packed(
         return out, lse
     sinks = inputs.sinks.astype(lse.dtype)
     # Of the softmax with a sink, exp(lse) / (exp(lse) + exp(sink)) falls to the keys.
-    share = jax.nn.sigmoid(lse - sinks)
-    return (out * share[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks)
+    empty = lse == -jnp.inf
+    finite = jnp.where(empty, 0.0, lse)
+    share = jnp.where(empty, 0.0, jax.nn.sigmoid(finite - sinks))
+    lse = jnp.where(empty, sinks, jnp.logaddexp(finite, sinks))
+    return (out * share[..., None]).astype(out.dtype), lse
 
 
 # Jitted so that calls outside of jit compile once per shape, and not their loops at every call.

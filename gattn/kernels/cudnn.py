@@ -5,6 +5,7 @@ The gate is a pass of its own over the output, and the ungated output one more r
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -74,7 +75,7 @@ def attend(
         implementation="cudnn",
     )
     if inputs.gate is not None:
-        out = (out * gate_multiplier(inputs.gate, options.gate_activation)).astype(out.dtype)
+        out = _apply_gate(out, inputs.gate, options.gate_activation)
     # jax.nn rounds cuDNN's log-sum-exp to the output's dtype and gives it no gradient. So it is computed here, where it
     # is used; where it is not, as in training, the compiler drops this.
     kernel = vjp.Kernel(chunked.forward, chunked.backward)
@@ -82,9 +83,18 @@ def attend(
     return out, lse
 
 
+# Computed again for its gradient: JAX would save the float32 factor and product.
+@partial(jax.checkpoint, static_argnums=2)
+def _apply_gate(
+    out: Float[Array, "B T N H"], gate: Float[Array, "B T N #H"], activation: str
+) -> Float[Array, "B T N H"]:
+    return (out * gate_multiplier(gate, activation)).astype(out.dtype)
+
+
 def _largest_head_dim() -> int:
-    """256 from Hopper on, 0 on another maker's GPU; as for jax.nn, a device that is not here is older."""
+    """256 from Hopper on, 0 before Ampere and on another maker's GPU; one that is not here counts as Ampere."""
     capability = getattr(jax.devices()[0], "compute_capability", "0.0")
-    if capability.startswith("gfx"):
+    # "0.0" is no GPU at all, as when compiling for one.
+    if capability.startswith("gfx") or 0 < float(capability) < 8:
         return 0
     return 256 if float(capability) >= 9 else 128

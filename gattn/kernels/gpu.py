@@ -59,11 +59,30 @@ class Tile(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The blocks of the three kernels. The same blocks give bit-equal results."""
+    """The blocks of the three kernels. The same blocks give bit-equal results.
+
+    `check` raises a ValueError for blocks that would deadlock: a consumer waits for the next slot of one ring before it
+    releases the last, and the forward pass needs slots for all of its gate at once.
+    """
 
     forward: Tile
     query_gradient: Tile
     key_value_gradient: Tile
+
+    def check(self) -> None:
+        for name, (rows, keys, stages) in self._asdict().items():
+            if rows % ROWS or keys % ROWS or rows < ROWS or keys < ROWS or min(stages) < 1:
+                raise ValueError(f"blocks.{name}={rows, keys, stages}: rows and keys must be multiples of {ROWS}.")
+            ring, waits = (1, "values") if name == "forward" else (0, "keys or queries")
+            if stages[ring] < 2:
+                raise ValueError(f"blocks.{name}={rows, keys, stages}: the ring of {waits} needs 2 slots.")
+        rows, keys, stages = self.forward
+        slab = min(rows, keys)
+        if rows % slab or rows // slab > stages[0]:
+            raise ValueError(
+                f"blocks.forward={rows, keys, stages}: the gate's rows must fill whole slots of the keys, no more than "
+                "there are."
+            )
 
 
 # By head_dim, where `tuning` has no row. Limits are 232448 bytes of shared memory and 240 registers a thread.
@@ -94,6 +113,8 @@ def unsupported(inputs: Inputs, mask: masks.Mask, options: Options) -> str | Non
     ):
         if x is not None:
             return f"{name} is not implemented in the GPU kernel"
+    if inputs.gate is not None and inputs.gate.shape[-1] > 1 and inputs.gate.dtype != dtype:
+        return f"gate has dtype {inputs.gate.dtype}; elementwise, the GPU kernel wants the query's, {dtype}"
     return None
 
 
@@ -105,7 +126,9 @@ def forward(
     `interpret` (True, or `plgpu.InterpretGPUParams`) runs it on a CPU. ValueError for what `unsupported` names.
     """
     shape = _check(inputs, mask, options)
-    tile = (blocks or _tuned("gpu.forward", inputs)).forward
+    blocks = blocks or _tuned("gpu.forward", inputs)
+    blocks.check()
+    tile = blocks.forward
     padded = _round_up(shape.length, tile.rows)
     gate, head_gate = inputs.gate, None
     if gate is not None and gate.shape[-1] == 1:
@@ -159,7 +182,9 @@ def backward(
     `interpret` as in `forward`. ValueError for what `unsupported` names.
     """
     shape = _check(inputs, mask, options)
-    _, query_tile, key_value_tile = blocks or _tuned("gpu.backward", inputs)
+    blocks = blocks or _tuned("gpu.backward", inputs)
+    blocks.check()
+    _, query_tile, key_value_tile = blocks
     arrays = inputs, mask, options, lse * LOG2_E, dout, delta
     dquery = _query_gradient(*arrays, shape=shape, tile=query_tile, interpret=interpret)
     others = partial(_key_value_gradients, *arrays, shape=shape, tile=key_value_tile, interpret=interpret)
@@ -838,11 +863,12 @@ def _visits(mask: masks.Mask, shape: _Shape, tile: Tile, of_keys: bool = False) 
 
 def _bounds(needed: Bool[Array, "#B X Y"], full: Bool[Array, "#B X Y"]) -> Int[Array, "#B X 4"]:
     """first, full_first, full_stop, stop of each block X: what it visits, and the first run of full blocks in there."""
+    xp = np if isinstance(needed, np.ndarray) else jnp
     first, stop = masks.visited_range(needed)
-    full_first = jnp.where(full.any(-1), jnp.argmax(full, -1), stop)
+    full_first = xp.where(full.any(-1), xp.argmax(full, -1), stop)
     ended = ~full & (np.arange(full.shape[-1]) > full_first[..., None])
-    full_stop = jnp.where(ended.any(-1), jnp.argmax(ended, -1), full.shape[-1])
-    return jnp.stack([first, full_first, full_stop, stop], axis=-1).astype(jnp.int32)
+    full_stop = xp.where(ended.any(-1), xp.argmax(ended, -1), full.shape[-1])
+    return jnp.asarray(xp.stack([first, full_first, full_stop, stop], axis=-1).astype(np.int32))
 
 
 def _by_head(x: Float[Array, "B T N"], length: int, fill: float = 0.0) -> Float[Array, "B N T"]:

@@ -59,8 +59,10 @@ def make_mask(
     if is_causal:
         stop = xp.minimum(stop, positions + 1)
     if window is not None:
-        start = xp.maximum(start, positions - window[0])
-        stop = xp.minimum(stop, positions + window[1] + 1)
+        # Wider ones would overflow, and no sequence is as long.
+        left, right = (min(width, 2**30) for width in window)
+        start = xp.maximum(start, positions - left)
+        stop = xp.minimum(stop, positions + right + 1)
     if key_lengths is not None:
         stop = xp.minimum(stop, key_lengths[:, None].astype(np.int32))
     if query_lengths is not None:

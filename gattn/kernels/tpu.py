@@ -7,8 +7,8 @@ neither computed nor fetched, and blocks that everybody attends in are not maske
 Every number per query row that crosses HBM (lse, delta, intervals, segment ids, headwise gates) is lane-major,
 [1, rows]. The forward keeps queries in sublanes: row sums stay spread over 128 lanes until the end, and the scores of
 the next strip of rows are issued before the softmax of this one, so that the matrix unit does not wait for the
-exponentials. The backward keeps keys in sublanes: lse and delta broadcast for free, and four of its five products need
-no transpose. Measured by `python -m benchmarks.tpu_static`.
+exponentials. The backward keeps keys in sublanes and makes dq transposed: lse and delta broadcast for free, and what is
+transposed is a block of dq once a row. Measured by `python -m benchmarks.tpu_static`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ STRIP = 512
 # The fused backward keeps the gradients of all keys of a head in VMEM, 16 bytes a number; beyond this, two kernels run.
 FUSED_VMEM = 32 * 2**20
 VMEM_LIMIT = 100 * 2**20
+OLD_CHIPS = ("TPU v2", "TPU v3", "TPU v4 lite", "TPU v4")
+# Scalar memory is 1 MB; a list of steps may take half.
+LONGEST_LIST = 2**17
 LOG2_E = math.log2(math.e)
 # Starts the running maximum: below every logit, but finite, so that the difference of two of them is 0 and not NaN.
 LOWEST = -1e30
@@ -60,9 +63,13 @@ def unsupported(inputs: Inputs, mask: masks.Mask, options: Options) -> str | Non
         return f"query has dtype {inputs.query.dtype}; the TPU kernel takes bfloat16 and float32"
     if not 64 <= head_dim <= 256 or head_dim % 16:
         return f"query has head_dim {head_dim}; the TPU kernel takes multiples of 16 from 64 to 256"
+    if inputs.gate is not None and inputs.gate.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"gate has dtype {inputs.gate.dtype}; the TPU kernel takes bfloat16 and float32"
     for name, x in (("bias", inputs.bias), ("mask", mask.dense), ("alibi_slopes", inputs.alibi_slopes)):
         if x is not None:
             return f"{name} is not implemented in the TPU kernel"
+    if tuning.kind() in OLD_CHIPS:
+        return f"a {tuning.kind()} has too little VMEM for the TPU kernel, which is for v5e and later"
     return None
 
 
@@ -70,6 +77,22 @@ def forward(
     inputs: Inputs, mask: masks.Mask, options: Options, *, blocks: Blocks | None = None, interpret: Any = False
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Gated output in the query's dtype and the float32 log-sum-exp, sinks included; the contract is `vjp.Kernel`."""
+    # Under vmap a loop over its axis: operands that stay in HBM or scalar memory, gates and sinks, take no batch axis.
+    leaves, tree = jax.tree.flatten((inputs, mask))
+    known = [x if isinstance(x, np.ndarray) else None for x in leaves]
+
+    @jax.custom_batching.sequential_vmap
+    def run(*traced: Array) -> tuple[Array, Array]:
+        remaining = iter(traced)
+        inputs, mask = jax.tree.unflatten(tree, [next(remaining) if x is None else x for x in known])
+        return _forward(inputs, mask, options, blocks, interpret)
+
+    return run(*(x for x in leaves if not isinstance(x, np.ndarray)))
+
+
+def _forward(
+    inputs: Inputs, mask: masks.Mask, options: Options, blocks: Blocks | None, interpret: Any
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     task = _Task(inputs, mask, blocks or _tuned("tpu.forward", inputs))
     visits = task.visits(by_rows=True)
     scratch = [
@@ -194,7 +217,7 @@ def backward(
         visits = task.visits(by_rows)
         held = task.key_length if by_rows else task.keys
         key_gradient = task.whole_key_spec() if by_rows else task.key_spec(visits)
-        scratch = [pltpu.VMEM((task.rows, task.head_dim), jnp.float32)] * dq
+        scratch = [pltpu.VMEM((task.head_dim, task.rows), jnp.float32)] * dq
         scratch += [pltpu.VMEM((held, task.head_dim), jnp.float32)] * (2 * dkv)
         return pl.pallas_call(
             partial(_backward_kernel, visits, options, dq, dkv),
@@ -314,10 +337,11 @@ def _forward_kernel(
             if gate is not None and gate_block.shape == out.shape:
                 # The sigmoid's division and the softmax's are one.
                 decay = jnp.exp(-gate_block[strip, :].astype(jnp.float32))
-                norm = _across(norm, head_dim) * (1 + decay)
                 if options.gate_activation == "ns_sigmoid":
+                    # Its limit is 0.5 where the sigmoid's is 0: infinity by infinity must not come up.
                     decay = jnp.minimum(decay, 1e30)
                     result = result * (1 + 0.5 * decay)
+                norm = _across(norm, head_dim) * (1 + decay)
             elif gate is not None:
                 norm = norm / _columns(gate_multiplier(gate_block[:, strip], options.gate_activation), LANES)
             out[strip, :] = (result * _across(1 / norm, head_dim)).astype(out.dtype)
@@ -390,7 +414,7 @@ def _backward_kernel(
             dvalue_sums[block, :] += _dot(weights.astype(query.dtype), dout[...], ((1,), (0,)))
             dkey_sums[block, :] += _dot(ddots, query[...], ((1,), (0,)))
         if dq:
-            dquery_sums[...] += _dot(ddots, key[...], ((0,), (0,)))
+            dquery_sums[...] += _dot(key[...], ddots, ((0,), (0,)))
 
     visits.run(at, run)
 
@@ -398,7 +422,7 @@ def _backward_kernel(
 
         @pl.when(at.does(_LAST))
         def finish():
-            dquery[...] = (dquery_sums[...] * options.scale).astype(dquery.dtype)
+            dquery[...] = (dquery_sums[...] * options.scale).T.astype(dquery.dtype)
 
     if dkv:
 
@@ -432,7 +456,9 @@ class _Here(NamedTuple):
 
     def rows_of(self, x, shape: tuple[int, int]):
         """The block, [rows, H] or [1, rows], of [B, N, T, H] or [B, N, 1, T] that this step's rows are."""
-        rows = shape[1] if shape[0] == 1 else shape[0]
+        x_rows, rows = (x.shape[3], shape[1]) if shape[0] == 1 else (x.shape[2], shape[0])
+        if x_rows == rows:
+            return x.at[self.batch, self.head]
         strip = pl.ds(pl.multiple_of(self.row * rows, rows), rows)
         return x.at[self.batch, self.head, :, strip] if shape[0] == 1 else x.at[self.batch, self.head, strip]
 
@@ -506,6 +532,11 @@ def _list(
     """
     xp = np if isinstance(needed, np.ndarray) else jnp
     batches, outer, inner = needed.shape
+    if inner >= 2**_BLOCK_BITS or outer >= 2**_BLOCK_BITS or needed.size > LONGEST_LIST:
+        raise ValueError(
+            f"{batches} x {outer} x {inner} blocks are too many for the TPU kernel: at most {LONGEST_LIST} in all and "
+            f"{2**_BLOCK_BITS} along one length. Larger blocks, or the sequence sharded, are fewer."
+        )
     nothing = ~needed.any(axis=-1, keepdims=True)
     visited = needed | (nothing & (np.arange(inner) == 0))
     flags = xp.where(needed, xp.where(full, _RUN, _MASKED), 0).astype(np.int32)

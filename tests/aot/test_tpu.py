@@ -17,8 +17,10 @@ def struct(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def compile_both(length=2048, key_length=None, heads=4, head_dim=128, gate=128, dtype=jnp.bfloat16, fused=None, **more):
-    """Forward and backward of 2 kv heads for a v5p, with whatever `more` adds to the call."""
+def compile_both(
+    length=2048, key_length=None, heads=4, head_dim=128, gate=128, dtype=jnp.bfloat16, fused=None, chip="v5p", **more
+):
+    """Forward and backward of 2 kv heads, with whatever `more` adds to the call."""
     key_length = key_length or length
     query, key = struct(2, length, heads, head_dim, dtype=dtype), struct(2, key_length, 2, head_dim, dtype=dtype)
     inputs = reference.Inputs(query, key, key, gate=struct(2, length, heads, gate, dtype=dtype) if gate else None)
@@ -36,7 +38,7 @@ def compile_both(length=2048, key_length=None, heads=4, head_dim=128, gate=128, 
         grads = tpu.backward(inputs, mask, options, lse, dout, delta, fused=fused)
         return tpu.forward(inputs, mask, options), [x for x in grads if x is not None]
 
-    return aot.compile_for(aot.tpu_devices("v5p")[0], both, inputs, lengths, ids, vector, query, vector)
+    return aot.compile_for(aot.tpu_devices(chip)[0], both, inputs, lengths, ids, vector, query, vector)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +51,12 @@ def compile_both(length=2048, key_length=None, heads=4, head_dim=128, gate=128, 
         {"length": 1000, "key_length": 1500, "is_causal": True, "query_offset": 500, "window": (300, 0)},
         {"dtype": jnp.float32, "is_causal": True},
         {"length": 8, "key_length": 8192, "lengths": True, "gate": 1},
+        {"length": 3, "key_length": 8192, "lengths": True, "gate": 1, "chip": "v5e"},
+        {"length": 8, "key_length": 4096, "lengths": True, "chip": "v6e"},
+        {"length": 100, "key_length": 1500, "gate": 1, "is_causal": True, "query_offset": 1400, "chip": "v6e"},
         {"length": 32768, "gate": None, "is_causal": True},
     ],
-    ids=["80", "192", "packed", "lengths", "ragged", "float32", "decode", "32k"],
+    ids=["80", "192", "packed", "lengths", "ragged", "float32", "decode", "v5e", "v6e", "short", "32k"],
 )
 def test_it_compiles(case):
     text = compile_both(**case).as_text()
