@@ -24,6 +24,9 @@ PRODUCTS = {
     "splash_mha_dq_no_residuals": 3,
     "splash_mha_dkv_no_residuals": 4,
 }
+# Those that make dq transposed: of that product head_dim rows are streamed, through full tiles where the chip has tiles
+# of 256; of the others, rows or keys, through tiles that head_dim 128 fills by half.
+DQ_TRANSPOSED = ("gattn_backward_dq", "gattn_backward_dq_dkv")
 # The `pl.when` branches that run once per row or column of blocks, forward and what backward has more; the rest of a
 # kernel is its step body.
 REGIONS = {"gattn": (("init", "finish"), ("init_keys", "finish_keys")), "splash": (("init", "end"), ())}

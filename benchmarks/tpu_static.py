@@ -34,7 +34,7 @@ import jax
 import numpy as np
 
 from benchmarks.tpu_bundles import grids, measure
-from benchmarks.tpu_programs import HEAD_DIM, KERNELS, LENGTH, PRODUCTS, Program, kernel_name, one_pass
+from benchmarks.tpu_programs import DQ_TRANSPOSED, HEAD_DIM, KERNELS, LENGTH, PRODUCTS, Program, kernel_name, one_pass
 from gattn import aot
 from gattn.kernels import masks
 
@@ -114,7 +114,10 @@ def price_kernel(
     body = kernel["bundles"] - sum(regions.values())
     products = PRODUCTS[name] + (program.family == "splash" and program.variant == "fused")
     tile, rows_per_cycle = TILE[program.chip]
-    work = products * rows * keys * math.ceil(HEAD_DIM / tile) // tile
+    wide = rows * keys * math.ceil(HEAD_DIM / tile) // tile
+    work = products * wide
+    if name in DQ_TRANSPOSED:
+        work += HEAD_DIM * rows * keys // tile**2 - wide
     return {
         "steps": steps,
         "body": body,
