@@ -1,13 +1,13 @@
-"""Every variant by name: a dict of ModelConfig fields. One more variant is one more line here.
+"""Every variant by name: a dict of ModelConfig fields, or a function that makes one. One more is one more line here.
 
 `gattn train --gate NAME` applies one, `--gate g1_headwise+g2_elementwise` several. Positions: g1 SDPA output, g2 value,
-g3 key, g4 query, g5 after W_O (paper Fig. 1). Numbers after # are the paper's rows (T1 = Table 1 and so on); row 4 of
-Table 1, four more experts, needs a mixture-of-experts model, which gattn does not have yet.
+g3 key, g4 query, g5 after W_O (paper Fig. 1). Numbers after # are the paper's rows (T1 = Table 1 and so on).
 """
 
+from collections.abc import Callable
 from typing import Any
 
-from gattn.config import Config, ConfigError, GateSpec, override
+from gattn.config import Config, ConfigError, GateSpec, ModelConfig, override
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "baseline": {},  # T1 row 1
@@ -30,21 +30,43 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "g1_silu": {"sdpa_transform": "silu"},  # T3 row 6
     "kv8": {"num_kv_heads": 8},  # T1 row 2
     "q48": {"num_heads": 48},  # T1 row 3
+    "switch_kv_8_top8": {"switch_heads": 8, "switch_top_k": 8, "switch_keys": True},  # T6 row 2
+    "switch_kv_4_top4": {"switch_heads": 4, "switch_top_k": 4, "switch_keys": True},  # T6 row 3
+    "switch_v_4_top4": {"switch_heads": 4, "switch_top_k": 4},  # T6 row 4
+    "switch_v_8_top2": {"switch_heads": 8, "switch_top_k": 2},  # T6 row 5
+    "switch_v_1_top1": {"switch_heads": 1, "switch_top_k": 1},  # T6 row 6: g2_headwise by another name
     "softmax_off_by_one": {"softmax": "off_by_one"},  # rivals: no gate, a softmax that may attend to nothing
     "sink_logit": {"softmax": "sink_logit"},
 }
+
+
+def experts_plus4(model: ModelConfig) -> dict[str, Any]:
+    """Four more experts, all of which every token goes to in addition to those it went to (T1 row 4).
+
+    Raises:
+      ConfigError: for a dense model.
+    """
+    if not model.num_experts:
+        raise ConfigError(
+            "gate", "experts_plus4", "needs a model with experts: --preset moe_tiny, or another moe preset"
+        )
+    return {"num_experts": model.num_experts + 4, "experts_per_token": model.experts_per_token + 4}
+
+
+RELATIVE: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {"experts_plus4": experts_plus4}
+NAMES = (*VARIANTS, *RELATIVE)
 
 
 def apply(config: Config, name: str) -> Config:
     """The config with the variant `name`, or several joined by +, laid over its model in place of its gates.
 
     Raises:
-      ConfigError: for a name that is not in VARIANTS, or a combination that the model cannot take.
+      ConfigError: for a name that is not in NAMES, or a combination that the model cannot take.
     """
     fields: dict[str, Any] = {"gates": ()}
     for part in name.split("+"):
-        if part not in VARIANTS:
-            raise ConfigError("gate", part, f"no such variant; known: {', '.join(VARIANTS)}")
-        gates = fields["gates"] + VARIANTS[part].get("gates", ())
-        fields |= VARIANTS[part] | {"gates": gates}
+        if part not in NAMES:
+            raise ConfigError("gate", part, f"no such variant; known: {', '.join(NAMES)}")
+        new = RELATIVE[part](config.model) if part in RELATIVE else VARIANTS[part]
+        fields |= new | {"gates": fields["gates"] + new.get("gates", ())}
     return override(config, {f"model.{key}": value for key, value in fields.items()})

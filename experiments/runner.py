@@ -75,10 +75,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run ended; `tail` holds the last lines of a failed run's log."""
+    """How one run ended; `tail` holds the last lines of a failed run's log. A run that waits was left to Slurm, or only
+    printed (`experiments.launchers`)."""
 
     run: Run
-    state: Literal["finished", "failed"]
+    state: Literal["finished", "failed", "waiting"]
     tail: str = ""
 
 
@@ -117,9 +118,7 @@ def run_all(
     Raises:
       ValueError: where two different configs share label and seed, or a folder holds another config's result.
     """
-    if not is_local(home()):
-        raise ConfigError("GATTN_HOME", str(home()), "a sweep watches logs and locks: give it a folder on a disk")
-    jobs = _jobs(runs)
+    jobs = jobs_by_folder(runs)
     if any(job.state == "waiting" for job in jobs.values()):
         accelerator = _has_accelerator()
         workers = workers or default_workers(accelerator)
@@ -141,12 +140,13 @@ def default_workers(accelerator: bool = False) -> int:
 
 
 @dataclass
-class _Job:
+class Job:
     """A folder on its way to a result; several runs of a sweep may share it."""
 
     run: Run
     state: Literal["waiting", "running", "elsewhere", "finished", "failed"] = "waiting"
     tail: str = ""
+    log: str = "log.txt"  # where in the folder its output is
     process: subprocess.Popen | None = None
 
     @property
@@ -187,14 +187,14 @@ class _Job:
                 self.state = "finished"
             else:
                 self.state = "failed"
-                self.tail = "\n".join([*_last_lines(folder / "log.txt", 15), f"exit code {code}"])
+                self.tail = "\n".join([*last_lines(folder / "log.txt", 15), f"exit code {code}"])
         elif self.state == "elsewhere" and not self.is_held:
             self.state = "finished" if self.has_result else "waiting"  # cut: it goes on from its checkpoint
 
     def progress(self) -> tuple[int, float | None, float | None]:
         """Step, loss and seconds left, from the last lines of metrics.jsonl."""
         config = self.run.config
-        for line in reversed(_last_lines(self.run.folder / "metrics.jsonl", 40)):
+        for line in reversed(last_lines(self.run.folder / "metrics.jsonl", 40)):
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
@@ -206,17 +206,25 @@ class _Job:
         return 0, None, None
 
 
-def _jobs(runs: Sequence[Run]) -> dict[Path, _Job]:
-    jobs: dict[Path, _Job] = {}
+def jobs_by_folder(runs: Sequence[Run]) -> dict[Path, Job]:
+    """The folders of these runs, each finished or waiting.
+
+    Raises:
+      ConfigError: where they would lie in a bucket.
+      ValueError: where two different configs share label and seed, or a folder holds another config's result.
+    """
+    if not is_local(home()):
+        raise ConfigError("GATTN_HOME", str(home()), "a sweep watches logs and locks: give it a folder on a disk")
+    jobs: dict[Path, Job] = {}
     seen: dict[tuple[str, int], Path] = {}
     for run in runs:
         if seen.setdefault((run.label, run.seed), run.folder) != run.folder:
             raise ValueError(f"two different configs are both called '{run.name}'")
-        jobs.setdefault(run.folder, _Job(run, "finished" if run.result() else "waiting"))
+        jobs.setdefault(run.folder, Job(run, "finished" if run.result() else "waiting"))
     return jobs
 
 
-def _by_program(jobs: Sequence[_Job]) -> list[_Job]:
+def _by_program(jobs: Sequence[Job]) -> list[Job]:
     """First seeds first: the others then find their program in the compilation cache instead of compiling it too."""
     counts: dict[str, int] = {}
     ranks = []
@@ -231,12 +239,12 @@ def _by_program(jobs: Sequence[_Job]) -> list[_Job]:
 
 
 class _Scheduler:
-    def __init__(self, jobs: list[_Job], workers: int, env: dict[str, str], command: Callable[[Run], list[str]]):
+    def __init__(self, jobs: list[Job], workers: int, env: dict[str, str], command: Callable[[Run], list[str]]):
         self.jobs, self.workers, self.env, self.command = _by_program(jobs), workers, env, command
 
     def loop(self, console: Console) -> None:
         """Until every job is finished or failed, or a signal stops it."""
-        with _signals() as received, _View(console, self.jobs, self.workers) as view:
+        with _signals() as received, View(console, self.jobs, f"{self.workers} at a time") as view:
             try:
                 while any(job.state in ("waiting", "running", "elsewhere") for job in self.jobs):
                     if received:
@@ -247,7 +255,7 @@ class _Scheduler:
             finally:
                 self._stop(received, view)
 
-    def _advance(self, view: _View) -> None:
+    def _advance(self, view: View) -> None:
         for job in self.jobs:
             before = job.state
             job.poll()
@@ -264,7 +272,7 @@ class _Scheduler:
                 job.start(self.command, self.env)
                 view.event(job)
 
-    def _stop(self, received: list[int], view: _View) -> None:
+    def _stop(self, received: list[int], view: View) -> None:
         mine = [job.process for job in self.jobs if job.state == "running"]
         if mine:
             view.say(f"stopping {len(mine)} runs at a checkpoint; once more to kill them")
@@ -297,12 +305,16 @@ def _signals():
             signal.signal(number, handler)
 
 
-def _environment(accelerator: bool, workers: int) -> dict[str, str]:
-    """What the trainers see: this checkout, one home, a shared compilation cache, one thread each on a CPU."""
-    env = dict(os.environ)
+def whereabouts() -> dict[str, str]:
+    """What a trainer needs in its environment, wherever it starts: this checkout and one home."""
     root = str(Path(__file__).resolve().parents[1])
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    env["GATTN_HOME"] = str(home().resolve())
+    python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return {"GATTN_HOME": str(home().resolve()), "PYTHONPATH": python_path}
+
+
+def _environment(accelerator: bool, workers: int) -> dict[str, str]:
+    """What the trainers see: their whereabouts, a shared compilation cache, one thread each on a CPU."""
+    env = os.environ | whereabouts()
     env.setdefault("JAX_COMPILATION_CACHE_DIR", str((cache() / "jax").resolve()))
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     if accelerator:
@@ -327,17 +339,17 @@ def _has_accelerator() -> bool:
 # ---- what the user sees -----------------------------------------------------------------------------------------
 
 
-class _View:
+class View:
     """A live table on a terminal; elsewhere a line per start and end, and now and then one about progress."""
 
-    def __init__(self, console: Console, jobs: list[_Job], workers: int):
-        self.console, self.jobs, self.workers = console, jobs, workers
+    def __init__(self, console: Console, jobs: list[Job], how: str):
+        self.console, self.jobs, self.how = console, jobs, how
         self.began = self.spoke = time.monotonic()
         self.live = Live(console=console, get_renderable=self._table, refresh_per_second=2, transient=True)
 
-    def __enter__(self) -> _View:
+    def __enter__(self) -> View:
         done = sum(job.state == "finished" for job in self.jobs)
-        self.say(f"{len(self.jobs)} runs, {done} finished before, {self.workers} at a time")
+        self.say(f"{len(self.jobs)} runs, {done} finished before, {self.how}")
         if self.console.is_terminal:
             self.live.start()
         return self
@@ -349,9 +361,9 @@ class _View:
     def say(self, text: str) -> None:
         self.console.print(Text(text))
 
-    def event(self, job: _Job) -> None:
+    def event(self, job: Job) -> None:
         if job.state == "failed":
-            self.say(f"failed: {job.run.name} ({job.run.folder / 'log.txt'})\n{_indent(job.tail)}")
+            self.say(f"failed: {job.run.name} ({job.run.folder / job.log})\n{_indent(job.tail)}")
         elif job.state == "finished" or not self.console.is_terminal:
             done = sum(job.state in ("finished", "failed") for job in self.jobs)
             word = {"running": "started", "elsewhere": "running elsewhere"}.get(job.state, job.state)
@@ -376,7 +388,7 @@ class _View:
         return Group(table, Text(f"{words}, {_clock(time.monotonic() - self.began)} so far", style="dim"))
 
 
-def _cells(job: _Job) -> tuple[str, str, str]:
+def _cells(job: Job) -> tuple[str, str, str]:
     step, loss, left = job.progress()
     return (
         f"{step}/{job.run.config.train.steps}",
@@ -415,7 +427,7 @@ def _held(path: Path) -> bool:
         return False
 
 
-def _last_lines(path: Path, count: int) -> list[str]:
+def last_lines(path: Path, count: int) -> list[str]:
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (32 << 10)))

@@ -195,7 +195,9 @@ def _source(language: Language, config: Config) -> Source:
     )
 
 
-def _train(language: Language, seed: int, batch_size: int, step: int, rows: slice = slice(None)) -> Iterator[Batch]:
+def _train(
+    language: Language, seed: int, batch_size: int, step: int, rows: slice | Int[np.ndarray, " R"] = slice(None)
+) -> Iterator[Batch]:
     steps_at_once = max(1, ROWS_AT_ONCE // batch_size)
     bits = np.random.PCG64(seed + 1)  # what default_rng(seed + 1) draws from
     bits.advance(step * LENGTH * batch_size)  # random() takes one state per number

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import tyro
@@ -18,10 +18,11 @@ from rich.console import Console
 from configs.models import tiny
 from configs.variants import VARIANTS
 from experiments import report
+from experiments.launchers import Launcher, SlurmOptions, launch
 from experiments.report import Row, Section, Table, bound, ordering, same_order_as_paper
-from experiments.runner import Run, run_all, sweep
+from experiments.runner import Run, sweep
 from experiments.sinkbench import sinkbench_config, sinkbench_heads_config
-from gattn.config import Config, override
+from gattn.config import Config, ConfigError, override
 
 BASELINE, ELEMENTWISE, HEADWISE = "baseline", "SDPA elementwise", "SDPA headwise"
 SHARED, HEADWISE_SHARED = "SDPA elementwise head-shared", "SDPA headwise head-shared"
@@ -95,7 +96,10 @@ class Args:
     seeds: int = 3
     """Seeds per variant (the language models of demo have one)."""
     workers: int | None = None
-    """Runs at a time; sized to the machine by default."""
+    """Runs at a time with the launcher local; sized to the machine by default."""
+    launcher: Launcher = "local"
+    """local: on this machine; slurm: a job per run; print: the commands that would train what is missing."""
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
     steps: int | None = None
     """Cuts every run to this many steps, to try the machinery; the report goes to a folder of its own."""
     dry_run: bool = False
@@ -228,10 +232,13 @@ def main(args: Args, console: Console) -> int:
         return 0
     failed = []
     if not args.report_only:
-        failed = [outcome for outcome in run_all(runs, args.workers, console=console) if outcome.state == "failed"]
+        outcomes = launch(runs, args.launcher, workers=args.workers, slurm=args.slurm, console=console)
+        if args.launcher == "print" or any(outcome.state == "waiting" for outcome in outcomes):
+            return 0
+        failed = [outcome for outcome in outcomes if outcome.state == "failed"]
     report.write(table(args), console)
     for outcome in failed:
-        console.print(f"failed: {outcome.run.name}: {outcome.run.folder / 'log.txt'}", highlight=False, soft_wrap=True)
+        console.print(f"failed: {outcome.run.name}: {outcome.run.folder}", highlight=False, soft_wrap=True)
     return 1 if failed else 0
 
 
@@ -245,5 +252,8 @@ if __name__ == "__main__":
     screen = Console() if sys.stdout.isatty() else Console(width=140)  # a pipe has no width: leave the table whole
     try:
         sys.exit(main(tyro.cli(Args, description=__doc__), screen))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

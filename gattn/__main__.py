@@ -1,9 +1,11 @@
 """The command line: `python -m gattn train --help`."""
 
 import argparse
+import dataclasses
 import glob
 import importlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -15,14 +17,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from gattn.config import Config, ConfigError, from_dict, is_import_path
+from gattn.config import Config, ConfigError, MeshConfig, from_dict, is_import_path
 from gattn.files import as_path, cache, home, run_directory
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code. What a user can get wrong is one line on stderr and exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
-    commands = {"train": train_command, "probe": probe_command, "prepare": prepare_command}
+    commands = {"train": train_command, "probe": probe_command, "prepare": prepare_command, "compile": compile_command}
     if not argv or argv[0] not in commands:
         print(
             f"usage: python -m gattn {{{','.join(commands)}}} ... (--help after a command explains it)", file=sys.stderr
@@ -49,16 +51,19 @@ def main(argv: list[str] | None = None) -> int:
 def train_command(argv: list[str]) -> int:
     """Trains one run, or shows it (`--dry-run`)."""
     from configs.models import PRESETS
-    from configs.variants import VARIANTS, apply
+    from configs.variants import NAMES, apply
 
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--preset", default="tiny")
     chooser.add_argument("--config")
     chooser.add_argument("--gate")
+    chooser.add_argument("--mesh", default="")
     chosen, rest = chooser.parse_known_args(argv)
     config = _read_config(Path(chosen.config)) if chosen.config else find_preset(chosen.preset, PRESETS)
     if chosen.gate:
         config = apply(config, chosen.gate)
+    if chosen.mesh:
+        config = dataclasses.replace(config, mesh=MeshConfig.parse(chosen.mesh))
 
     @dataclass(frozen=True)
     class Train:
@@ -67,7 +72,9 @@ def train_command(argv: list[str]) -> int:
         config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
         preset: Annotated[str, tyro.conf.arg(help=f"{', '.join(PRESETS)}, or package.module:function")] = chosen.preset
         config_file: Annotated[str, tyro.conf.arg(name="config", help="A config.json, instead of a preset")] = ""
-        gate: Annotated[str, tyro.conf.arg(help=f"One of {', '.join(VARIANTS)}; several joined by +")] = "baseline"
+        gate: Annotated[str, tyro.conf.arg(help=f"One of {', '.join(NAMES)}; several joined by +")] = "baseline"
+        mesh: Annotated[str, tyro.conf.arg(help="All axes of the mesh at once: data=2,fsdp=4")] = ""
+        distributed: Annotated[str, tyro.conf.arg(help="Of several processes, auto or HOST:PORT,COUNT,INDEX")] = ""
         dir: Annotated[str, tyro.conf.arg(help="The run's folder instead of $GATTN_HOME/runs/<name>")] = ""
         profile: Annotated[str, tyro.conf.arg(help="Trace steps A to B-1 with JAX's profiler, A:B")] = ""
         dry_run: Annotated[bool, tyro.conf.arg(help="Show shapes, parameters, FLOPs and memory; train nothing")] = False
@@ -76,7 +83,7 @@ def train_command(argv: list[str]) -> int:
     profile = _steps(given.profile)
     if given.dry_run:
         return dry_run(given.config)
-    return _train(given.config, as_path(given.dir) if given.dir else None, profile)
+    return _train(given.config, as_path(given.dir) if given.dir else None, profile, given.distributed)
 
 
 def probe_command(argv: list[str]) -> int:
@@ -155,6 +162,15 @@ def prepare_command(argv: list[str]) -> int:
     return 0
 
 
+def compile_command(argv: list[str]) -> int:
+    """Compiles a train step for machines that are not there, and says what it needs and takes."""
+    from configs.models import PRESETS
+    from configs.variants import apply
+    from gattn import compile_report
+
+    return compile_report.command(argv, lambda name: find_preset(name, PRESETS), apply)
+
+
 def _fitting(index: dict[str, Any]) -> str:
     """What the default preset needs on top to be trained on these data."""
     from configs.models import tiny
@@ -195,6 +211,7 @@ def dry_run(config: Config) -> int:
     from gattn import files, model, step
     from gattn.data.loader import open_source
 
+    on_mesh = on_each_device(config) if config.mesh != MeshConfig() else None
     if config.data.source != "corpus":  # which is always there, and takes seconds
         open_source(config)
 
@@ -212,7 +229,32 @@ def dry_run(config: Config) -> int:
     console.print(f"tokens                {batch:,} a step, {batch * config.train.steps:,} in all")
     console.print(f"memory, one device    {memory['states'] / 2**30:.2f} GiB parameters, gradients and AdamW moments")
     console.print(f"                      {memory['activations'] / 2**30:.2f} GiB kept for backward (upper estimate)")
+    if on_mesh:
+        size, devices = on_mesh
+        console.print(f"mesh                  {config.mesh}: {devices} devices")
+        console.print(f"memory, each of them  {size / 2**30:.2f} GiB parameters and AdamW moments")
     return 0
+
+
+def on_each_device(config: Config) -> tuple[int, int]:
+    """Bytes of the training state that one device of `config.mesh` holds, and the number of devices, which need not be
+    there; `data` is 1 where it is open.
+
+    Raises:
+      ConfigError: the mesh does not divide something.
+    """
+    import jax
+
+    from gattn import sharding, step
+
+    named = [getattr(config.mesh, axis) or 1 for axis in sharding.AXES]
+    shape = sharding.mesh_shape(config.mesh, math.prod(named))
+    sharding.check(config, shape)
+    mesh: Any = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))  # no devices
+    state = step.abstract_state(config)
+    pieces = jax.tree.map(lambda leaf, where: where.shard_shape(leaf.shape), state, sharding.shardings(mesh, state))
+    sizes = jax.tree.map(lambda leaf, piece: math.prod(piece) * leaf.dtype.itemsize, state, pieces)
+    return sum(jax.tree.leaves(sizes)), mesh.size
 
 
 def _read_config(path: Path) -> Config:
@@ -232,11 +274,12 @@ def _steps(text: str) -> tuple[int, int] | None:
     return int(start), int(stop)
 
 
-def _train(config: Config, directory: Path | None, profile: tuple[int, int] | None) -> int:
+def _train(config: Config, directory: Path | None, profile: tuple[int, int] | None, processes: str) -> int:
     import jax
 
-    from gattn import train
+    from gattn import distributed, train
 
+    distributed.initialize(processes)
     if not jax.config.jax_compilation_cache_dir:  # a run that goes on need not compile again
         jax.config.update("jax_compilation_cache_dir", str((cache() / "jax").absolute()))
     try:
@@ -244,6 +287,8 @@ def _train(config: Config, directory: Path | None, profile: tuple[int, int] | No
     except train.TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if not distributed.is_first():
+        return 0
     measured = result["eval"]
     line = f"held-out loss {measured['initial_loss']:.4f} -> {measured['loss']:.4f}"
     line += f", perplexity {measured['perplexity']:.2f}"

@@ -15,6 +15,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from gattn.config import TrainConfig
+from gattn.distributed import decided, together
 from gattn.files import is_local
 
 COMMITTED = "commit_success.txt"  # what makes a checkpoint whole where folders cannot be renamed
@@ -38,6 +39,8 @@ class Checkpoints:
 
     Each is written in the background and appears whole or not at all. Its metadata hold a checksum of the state, so
     that damage anywhere between the device and the disk is found when it is read again, on a disk as in a bucket.
+    Of several processes each calls everything here, and what fails in one fails in all; what was saved by some devices
+    can be restored on any others.
     """
 
     def __init__(self, directory: Path, train: TrainConfig | None = None):
@@ -52,14 +55,18 @@ class Checkpoints:
         self._writing: ocp.AsyncResponse | None = None
         self._checkpointer: ocp.training.Checkpointer | None = None
         if self._keep:
-            for step in [s for s in self.steps if not _describes_itself(self.directory / str(s))]:
-                self.set_aside(step)  # orbax reads every step's description, and a damaged one would stop it
+            # Orbax reads every step's description, and a damaged one would stop it.
+            damaged = decided(lambda: [s for s in self.steps if not _describes_itself(self.directory / str(s))])
+            for step in damaged:
+                self.set_aside(step)
             self._open()
 
     def _open(self) -> None:
         try:
-            self._checkpointer = ocp.training.Checkpointer(
-                self.directory, preservation_policy=self._keep, cleanup_tmp_directories=True
+            self._checkpointer = together(
+                lambda: ocp.training.Checkpointer(
+                    self.directory, preservation_policy=self._keep, cleanup_tmp_directories=True
+                )
             )
         except Exception as error:  # orbax and tensorstore raise many kinds
             raise CheckpointError(f"{self.directory} cannot be opened: {_reason(error)}") from error
@@ -69,10 +76,11 @@ class Checkpoints:
 
     def __exit__(self, kind, error, trace):
         try:
-            self.wait()
-        except CheckpointError:
             if error is None:
-                raise
+                self.wait()
+            elif self._writing:
+                with contextlib.suppress(Exception):  # that what was saved is there; others may not come here
+                    self._writing.result()
         finally:
             if self._checkpointer:
                 with contextlib.suppress(Exception):  # what went wrong was said by `wait`
@@ -103,11 +111,12 @@ class Checkpoints:
         assert self._keep is not None
         self.wait()
         self._keep.losses = losses or {}
-        if step in self.steps:
+        if decided(lambda: step in self.steps):
             return
         kept = {**metadata, "checksum": checksum(state)}
         try:
-            self._writing = self._checkpointer.save_async(step, state, force=True, custom_metadata=kept)
+            checkpointer = self._checkpointer
+            self._writing = together(lambda: checkpointer.save_async(step, state, force=True, custom_metadata=kept))
         except Exception as error:  # orbax and tensorstore raise many kinds
             raise CheckpointError(_cannot_write(self.directory / str(step), error)) from error
 
@@ -120,7 +129,7 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         if writing:
             try:
-                writing.result()
+                together(writing.result)
             except Exception as error:  # orbax and tensorstore raise many kinds
                 raise CheckpointError(_cannot_write(self.directory, error)) from error
 
@@ -136,8 +145,8 @@ class Checkpoints:
         """
         path = self.directory / str(step)
         try:
-            metadata = dict(ocp.metadata(path).custom_metadata)
-            state = ocp.load(path, like)
+            metadata = together(lambda: dict(ocp.metadata(path).custom_metadata))
+            state = together(lambda: ocp.load(path, like))
             found, saved = checksum(state), metadata.pop("checksum")
         except Exception as error:  # damage shows itself in any way
             raise CheckpointError(f"checkpoint {path} cannot be read: {_reason(error)}") from error
@@ -151,12 +160,16 @@ class Checkpoints:
         target: Any = self.directory.parent / f"{ASIDE}{step}"
         if self._checkpointer:
             self._checkpointer.close()
-        if is_local(source):
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.move(source, target)
-        else:
-            _copy(source, target)
-            source.rmtree()
+
+        def move() -> None:
+            if is_local(source):
+                shutil.rmtree(target, ignore_errors=True)
+                shutil.move(source, target)
+            else:
+                _copy(source, target)
+                source.rmtree()
+
+        decided(move)
         if self._checkpointer:
             self._open()
 

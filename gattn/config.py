@@ -136,12 +136,29 @@ class ModelConfig:
     """Narrow the FFN of a gated model so that its parameter count stays that of the ungated one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; parameters, softmax and loss are float32."""
-    remat: Literal["none", "dots", "full"] = "none"
-    """What backward recomputes: nothing, everything but matrix products, or the whole block."""
+    remat: Literal["none", "dots", "attention", "full"] = "none"
+    """What backward recomputes: nothing; everything but matrix products; all but attention itself; the whole block."""
     scan_layers: bool = True
     """Scan over stacked layers (compile time independent of depth) instead of unrolling them."""
     attention: Literal["auto", "tpu", "gpu", "cudnn", "chunked", "reference"] = "auto"
     """Implementation of attention; auto takes the best for the device and shape, and the run records which."""
+    num_experts: int = field(default=0, metadata=ADDED)
+    """E: experts in place of the FFN; 0 is a dense model."""
+    experts_per_token: int = field(default=0, metadata=ADDED)
+    """Experts that each token goes to (top-k)."""
+    expert_dim: int = field(default=0, metadata=ADDED)
+    """F: SwiGLU width of one expert."""
+    norm_topk_prob: bool = field(default=True, metadata=ADDED)
+    """Divide the chosen experts' router probabilities by their sum."""
+    buffer_factor: float = field(default=2.0, metadata=COSMETIC)
+    """Rows of the buffer in which a device of mesh axis `expert` receives tokens, over those of a balanced load. What
+    does not fit takes a second path with room for all (metric `moe/overflow`); no token is dropped."""
+    switch_heads: int = field(default=0, metadata=ADDED)
+    """Value projections per kv head among which a sigmoid router chooses (paper Table 6); 0: one, without a router."""
+    switch_top_k: int = field(default=0, metadata=ADDED)
+    """How many of them are summed, weighted by their scores."""
+    switch_keys: bool = field(default=False, metadata=ADDED)
+    """Also of the keys, chosen by the same router."""
 
     def __post_init__(self):
         check_types(self)
@@ -162,6 +179,7 @@ class ModelConfig:
             raise ConfigError(
                 "ffn_dim", self.ffn_dim, f"must be a multiple of ffn_multiple = {self.ffn_multiple} to match parameters"
             )
+        self._check_experts()
         if self.ffn_width < 1:
             raise ConfigError(
                 "ffn_dim",
@@ -169,6 +187,26 @@ class ModelConfig:
                 f"the gates add more parameters ({self.gate_params:,} a layer) than the FFN can give up: "
                 "widen it or set match_params to False",
             )
+
+    def _check_experts(self) -> None:
+        at_least(self, 0, "num_experts", "experts_per_token", "expert_dim", "switch_heads", "switch_top_k")
+        for of, parts in (("num_experts", ("experts_per_token", "expert_dim")), ("switch_heads", ("switch_top_k",))):
+            for name in parts:
+                if bool(getattr(self, name)) != bool(getattr(self, of)):
+                    remedy = f"belongs to model.{of} = {getattr(self, of)}: set both above 0, or both to 0"
+                    raise ConfigError(name, getattr(self, name), remedy)
+        if self.experts_per_token > self.num_experts:
+            remedy = f"must not exceed num_experts = {self.num_experts}"
+            raise ConfigError("experts_per_token", self.experts_per_token, remedy)
+        if self.switch_top_k > self.switch_heads:
+            remedy = f"must not exceed switch_heads = {self.switch_heads}"
+            raise ConfigError("switch_top_k", self.switch_top_k, remedy)
+        if self.switch_keys and not self.switch_heads:
+            raise ConfigError("switch_keys", True, "belongs to switch_heads: set that, or this to False")
+        if self.num_experts and self.match_params:
+            remedy = "only a dense FFN is narrowed, not experts (as in the paper): set it to False"
+            raise ConfigError("match_params", True, remedy)
+        at_least(self, 1.0, "buffer_factor")
 
     @property
     def activations(self) -> dict[Position, Activation]:
@@ -194,6 +232,9 @@ class ModelConfig:
         parts = [gate.label for gate in self.gates]
         parts += [f"sdpa_{self.sdpa_transform}"] if self.sdpa_transform != "none" else []
         parts += [self.softmax] if self.softmax != "standard" else []
+        if self.switch_heads:
+            kind = "kv" if self.switch_keys else "v"
+            parts.append(f"switch_{kind}_{self.switch_heads}_top{self.switch_top_k}")
         return "+".join(parts) or "baseline"
 
 
@@ -298,6 +339,10 @@ class TrainConfig:
     """Equal parts of the batch taken one after the other (memory); every token counts the same."""
     z_loss: float = field(default=0.0, metadata=ADDED)
     """Weight of the mean squared log-partition of the logits, added to what is minimised (PaLM: 1e-4)."""
+    balance_loss: float = field(default=0.0, metadata=ADDED)
+    """Weight of the experts' balance loss, E sum_e f_e P_e over the global batch, mean over layers (`gattn.moe`)."""
+    router_z_loss: float = field(default=0.0, metadata=ADDED)
+    """Weight of the mean squared log-partition of the routers' logits, mean over layers (ST-MoE: 1e-3)."""
     ema_decay: float = field(default=0.0, metadata=ADDED)
     """Decay of an average of the weights, which evaluation and probes then use; 0 keeps none."""
     log_every: int = field(default=10, metadata=COSMETIC)
@@ -323,7 +368,7 @@ class TrainConfig:
         check_types(self)
         at_least(self, 1, "steps", "loss_chunk", "accumulation", "log_every", "eval_every", "checkpoint_every")
         at_least(self, 1, "keep_last")
-        at_least(self, 0, "seed", "z_loss", "ema_decay", "probe_every", "keep_every")
+        at_least(self, 0, "seed", "z_loss", "balance_loss", "router_z_loss", "ema_decay", "probe_every", "keep_every")
         if self.ema_decay >= 1:
             raise ConfigError("ema_decay", self.ema_decay, "a decay rate lies in [0, 1)")
         if self.keep_every % self.checkpoint_every:
@@ -337,6 +382,49 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class MeshConfig:
+    """How many devices each axis of the mesh has. It changes how a run is computed and not what: a run may go on on
+    another mesh."""
+
+    dcn_data: int = field(default=1, metadata=COSMETIC)
+    """Copies of the model on slices (or machines) that a slower network connects."""
+    data: int = field(default=0, metadata=COSMETIC)
+    """Copies of the model, each with its part of the batch; 0: as many as the other axes leave devices for."""
+    fsdp: int = field(default=1, metadata=COSMETIC)
+    """Parts of the batch, over which parameters and optimiser state are cut up, too."""
+    expert: int = field(default=1, metadata=COSMETIC)
+    """Parts of the batch, over which the experts are distributed; tokens travel to them."""
+    context: int = field(default=1, metadata=COSMETIC)
+    """Parts of every sequence."""
+    tensor: int = field(default=1, metadata=COSMETIC)
+    """Parts of the heads and of the FFN's width."""
+
+    def __post_init__(self):
+        check_types(self)
+        at_least(self, 0, "data")
+        at_least(self, 1, "dcn_data", "fsdp", "expert", "context", "tensor")
+
+    @staticmethod
+    def parse(text: str) -> MeshConfig:
+        """A mesh from `data=2,fsdp=4`; axes that are not named have one device, `data` as many as are left.
+
+        Raises:
+          ConfigError: for another spelling, an unknown axis or one that is named twice.
+        """
+        sizes: dict[str, Any] = {}
+        for part in filter(None, text.split(",")):
+            axis, _, size = part.strip().partition("=")
+            if not size.isdecimal() or axis in sizes:
+                raise ConfigError("mesh", text, "give each axis once, with its devices: data=2,fsdp=4")
+            sizes[axis] = int(size)
+        return from_dict(MeshConfig, sizes, "mesh")
+
+    def __str__(self) -> str:
+        sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -344,6 +432,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self):
         check_types(self)
@@ -357,6 +446,9 @@ class Config:
         if self.data.batch_size % self.train.accumulation:
             remedy = f"must divide data.batch_size = {self.data.batch_size}"
             raise ConfigError("train.accumulation", self.train.accumulation, remedy)
+        for name in ("balance_loss", "router_z_loss"):
+            if getattr(self.train, name) and not self.model.num_experts:
+                raise ConfigError(f"train.{name}", getattr(self.train, name), "belongs to experts: set it to 0")
         if self.model.position == "learned" and self.data.seq_len > self.model.max_seq_len:
             raise ConfigError(
                 "model.max_seq_len", self.model.max_seq_len, f"learned positions must cover seq_len {self.data.seq_len}"
@@ -370,7 +462,8 @@ class Config:
         for part in dataclasses.fields(self):
             section = getattr(self, part.name)
             left_out = {f.name for f in dataclasses.fields(section) if _left_out(f, getattr(section, f.name))}
-            kept[part.name] = {k: v for k, v in dataclasses.asdict(section).items() if k not in left_out}
+            if fields := {k: v for k, v in dataclasses.asdict(section).items() if k not in left_out}:
+                kept[part.name] = fields
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
     @functools.cached_property

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gattn import page, probes, train
+from gattn import page, probes, resume
 from gattn.config import ConfigError
 from gattn.data.loader import Batch, Source
 from gattn.files import as_path, home, write_atomically
 from gattn.loss import describe
 from gattn.metrics import finite
-from gattn.step import evaluate_all
+from gattn.step import eval_step, evaluate_all
 
 DEFAULT_MAPS = 3  # layers whose attention maps are shown unless they are named
 
@@ -46,7 +46,7 @@ def inspect(
       ConfigError: no such run, checkpoint, layer or text, naming which.
     """
     console = console or Console()
-    loaded = train.load(run, step, console.print)
+    loaded = resume.load(run, step, console.print)
     config, source = loaded.config, loaded.source
     count = config.model.num_layers
     for layer in layers or ():
@@ -139,11 +139,11 @@ def windows(ids: Int[np.ndarray, " _"], bos_id: int, seq_len: int, batch_size: i
 
 
 def measure(
-    loaded: train.Loaded, batches: Iterable[Batch], name: str, layers: Sequence[int] | None = None
+    loaded: resume.Loaded, batches: Iterable[Batch], name: str, layers: Sequence[int] | None = None
 ) -> dict[str, Any]:
     """`data`, `eval`, `probes` and `maps` of a loaded run over batches, as plain numbers."""
     config, source, params = loaded.config, loaded.source, loaded.params
-    step = train.eval_step(loaded.graph, config, probe=True)
+    step = eval_step(loaded.graph, config, probe=True)
     remaining = iter(batches)
     first = next(remaining)  # whose beginning the maps show
     total, targets, size, sums = evaluate_all(step, params, itertools.chain([first], remaining), source.token_bytes)

@@ -12,10 +12,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from gattn import gates, probes
+from gattn import gates, probes, sharding
 from gattn.config import GateSpec, ModelConfig
-from gattn.gates import Gate, normal, project
+from gattn.gates import Gate, multiply, normal, project
 from gattn.kernels.api import attention_maps, gated_dot_product_attention
+from gattn.moe import Experts
 from gattn.rope import apply_rope
 
 MAP_LENGTH = 48  # tokens of the attention maps that probes return
@@ -74,14 +75,19 @@ class Attention(nnx.Module):
     """Causal grouped-query attention with gates.
 
     Order (paper Fig. 1): projections, g4 / g3 / g2 on query / key / value, QK-norm, RoPE, softmax attention, its
-    parameter-free transform, g1, W_O, g5. All scores are computed from the block's normalised input x.
+    parameter-free transform, g1, W_O, g5. All scores are computed from the block's normalised input x. With
+    `switch_heads` (paper Table 6) a kv head's value, and key, is a sum over the projections that its router chose.
     """
 
     def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
         self.model = model
+        choices = (model.switch_heads,) if model.switch_heads else ()
+        key_choices = choices if model.switch_keys else ()
         self.query = Linear(model.d_model, (model.num_heads, model.head_dim), model, rngs)
-        self.key = Linear(model.d_model, (model.num_kv_heads, model.head_dim), model, rngs)
-        self.value = Linear(model.d_model, (model.num_kv_heads, model.head_dim), model, rngs)
+        self.key = Linear(model.d_model, (model.num_kv_heads, *key_choices, model.head_dim), model, rngs)
+        self.value = Linear(model.d_model, (model.num_kv_heads, *choices, model.head_dim), model, rngs)
+        if model.switch_heads:
+            self.switch = Linear(model.d_model, (model.num_kv_heads, model.switch_heads), model, rngs)
         self.out = Linear(model.num_heads * model.head_dim, (model.d_model,), model, rngs)
         if model.qk_norm:
             self.query_norm = RMSNorm(model.head_dim, model.norm_eps)
@@ -110,7 +116,7 @@ class Attention(nnx.Module):
         elif model.sdpa_transform == "silu":
             attended = jax.nn.silu(attended)
         gated = attended if fused else self._gated("g1", attended, scores)
-        out = self._gated("g5", self.out(gated.reshape(*x.shape[:2], -1)), scores)
+        out = self._gated("g5", multiply(gated, self.out.kernel[...], 2), scores)
 
         aux: probes.Sums = {}
         if context.queries is not None:
@@ -134,17 +140,24 @@ class Attention(nnx.Module):
             segment_ids=context.segment_ids,
             sinks=self.sinks(),
             implementation=None if self.model.attention == "auto" else self.model.attention,
+            sharding=sharding.attention_layout(),
             return_residual=True,
         )
         return attended, lse
 
     def projections(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array, dict[str, Array]]:
         """Query, key and value before gates and norms, and each gate's scores by position."""
-        kernels = {name: getattr(self, name).kernel[...] for name in ("query", "key", "value")}
+        names = ("query", "key", "value", *(("switch",) if self.model.switch_heads else ()))
+        kernels = {name: getattr(self, name).kernel[...] for name in names}
         kernels |= {p: gate.kernel[...] for p, gate in self.gates.items() if gate.spec.source == "input"}
         products = project(x, kernels)
         scores = {position: gate.scores(x, products.get(position)) for position, gate in self.gates.items()}
-        return products["query"], products["key"], products["value"], scores
+        key, value = products["key"], products["value"]
+        if self.model.switch_heads:
+            weights = switch(products["switch"], self.model.switch_top_k).astype(x.dtype)
+            value = jnp.einsum("btke,btkeh->btkh", weights, value)
+            key = jnp.einsum("btke,btkeh->btkh", weights, key) if self.model.switch_keys else key
+        return products["query"], key, value, scores
 
     def sinks(self) -> Float[Array, "N"] | None:
         """Logits that only the softmax denominator sees: zeros for off-by-one, learned, or none."""
@@ -174,23 +187,39 @@ class Attention(nnx.Module):
         return aux
 
 
+def switch(scores: Float[Array, "B T K E"], top_k: int) -> Float[Array, "B T K E"]:
+    """Sigmoid of the `top_k` largest scores, 0 for the others, in float32: weights that need not sum to one, after
+    SwitchHead (arXiv 2312.07987). With one choice it is the headwise value gate."""
+    weights = jax.nn.sigmoid(scores.astype(jnp.float32))
+    _, chosen = jax.lax.top_k(weights, top_k)
+    return weights * jax.nn.one_hot(chosen, scores.shape[-1]).sum(axis=-2)
+
+
 class Block(nnx.Module):
-    """One pre-norm layer: h + attention(norm(h)), then h + MLP(norm(h)); sandwich norm normalises what is added too."""
+    """One pre-norm layer: h + attention(norm(h)), then h + MLP(norm(h)), or experts in place of the MLP; sandwich norm
+    normalises what is added too."""
 
     def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
         self.model = model
         self.attention_norm = RMSNorm(model.d_model, model.norm_eps)
         self.attention = Attention(model, rngs)
         self.mlp_norm = RMSNorm(model.d_model, model.norm_eps)
-        self.mlp = MLP(model, rngs)
+        if model.num_experts:
+            self.experts = Experts(model, rngs)
+        else:
+            self.mlp = MLP(model, rngs)
         if model.sandwich_norm:
             self.attention_out_norm = RMSNorm(model.d_model, model.norm_eps)
             self.mlp_out_norm = RMSNorm(model.d_model, model.norm_eps)
 
     def __call__(self, hidden: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], probes.Sums]:
+        """The layer's output; with `context.queries` its probes' sums; and of experts, under `moe`, their sums."""
         attended, aux = self.attention(self.attention_norm(hidden), context)
         hidden = hidden + (self.attention_out_norm(attended) if self.model.sandwich_norm else attended)
-        transformed = self.mlp(self.mlp_norm(hidden))
+        if self.model.num_experts:
+            transformed, aux["moe"] = self.experts(self.mlp_norm(hidden))
+        else:
+            transformed = self.mlp(self.mlp_norm(hidden))
         hidden = hidden + (self.mlp_out_norm(transformed) if self.model.sandwich_norm else transformed)
         if context.queries is not None:
             aux |= probes.hidden_sums(hidden, context.queries.tokens)

@@ -2,11 +2,15 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
+
+from gattn import sharding
 
 
 class Losses(NamedTuple):
@@ -30,10 +34,9 @@ def cross_entropy(
     """Sums over the targets that are not negative; `z_loss` weighs the squared log-partition (PaLM, Sec. 5).
 
     Logits = hidden @ matrix in hidden's dtype, accumulated and normalised in float32, for `chunk` positions at a time.
+    On a mesh every device takes its own part of the positions, also along `tensor`, and the whole matrix.
     """
-    targets = targets.reshape(-1)
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    objective, nll = _summed(flat, matrix, targets, min(chunk, targets.size), z_loss)
+    objective, nll = _summed(hidden, matrix, targets, chunk, z_loss)
     return Losses(objective, jax.lax.stop_gradient(nll), jnp.sum(targets >= 0).astype(jnp.float32))
 
 
@@ -48,31 +51,35 @@ def describe(total: float, tokens: int, size: int) -> dict[str, Any]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _summed(hidden: Float[Array, "P D"], matrix: Float[Array, "D V"], targets: Int[Array, "P"], chunk, z_loss):
-    matrix = matrix.astype(hidden.dtype)
+def _summed(hidden: Float[Array, "B T D"], matrix: Float[Array, "D V"], targets: Int[Array, "B T"], chunk, z_loss):
+    def part(hidden, matrix, targets):
+        def body(totals, block):
+            return jax.tree.map(jnp.add, totals, _block(block[0], matrix, block[1], z_loss)[:2]), None
 
-    def body(totals, block):
-        return jax.tree.map(jnp.add, totals, _block(block[0], matrix, block[1], z_loss)[:2]), None
+        return jax.lax.scan(body, (jnp.float32(0), jnp.float32(0)), _blocks(hidden, targets, chunk))[0]
 
-    return jax.lax.scan(body, (jnp.float32(0), jnp.float32(0)), _blocks(hidden, targets, chunk))[0]
+    return _on_devices(part)(hidden, matrix, targets)
 
 
 def _forward(hidden, matrix, targets, chunk, z_loss):
     """Also takes both gradients while a chunk's logits exist: nothing of size V is kept per position or recomputed."""
-    cast = matrix.astype(hidden.dtype)
 
-    def body(carry, block):
-        totals, dmatrix = carry
-        x, t = block
-        *sums, dlogits = _block(x, cast, t, z_loss)
-        dlogits = dlogits.astype(x.dtype)
-        dx = jnp.matmul(dlogits, cast.T)
-        dmatrix = dmatrix + jnp.matmul(x.T, dlogits, preferred_element_type=jnp.float32)
-        return (jax.tree.map(jnp.add, totals, tuple(sums)), dmatrix), dx
+    def part(hidden, matrix, targets):
+        def body(carry, block):
+            totals, dmatrix = carry
+            x, t = block
+            *sums, dlogits = _block(x, matrix, t, z_loss)
+            dlogits = dlogits.astype(x.dtype)
+            dx = jnp.matmul(dlogits, matrix.T)
+            dmatrix = dmatrix + jnp.matmul(x.T, dlogits, preferred_element_type=jnp.float32)
+            return (jax.tree.map(jnp.add, totals, tuple(sums)), dmatrix), dx
 
-    start = ((jnp.float32(0), jnp.float32(0)), jnp.zeros(matrix.shape, jnp.float32))
-    (totals, dmatrix), dhidden = jax.lax.scan(body, start, _blocks(hidden, targets, chunk))
-    return totals, (dhidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]], dmatrix.astype(matrix.dtype))
+        start = ((jnp.float32(0), jnp.float32(0)), jnp.zeros(matrix.shape, jnp.float32))
+        (totals, dmatrix), dx = jax.lax.scan(body, start, _blocks(hidden, targets, chunk))
+        return *totals, dx.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape), dmatrix
+
+    objective, nll, dhidden, dmatrix = _on_devices(part)(hidden, matrix, targets)
+    return (objective, nll), (dhidden, dmatrix.astype(matrix.dtype))
 
 
 def _backward(chunk, z_loss, residuals, cotangents):
@@ -84,7 +91,37 @@ def _backward(chunk, z_loss, residuals, cotangents):
 _summed.defvjp(_forward, _backward)
 
 
-def _blocks(hidden: Float[Array, "P D"], targets: Int[Array, "P"], chunk: int):
+def _on_devices(part: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+    """`part` (hidden, matrix, targets) -> (two sums, and the gradients of hidden and matrix, if it takes them), of
+    every device's own positions. The matrix comes in hidden's dtype, whole; its gradient is summed over devices."""
+    axes = (*sharding.BATCH, "context", "tensor")
+    positions = PartitionSpec(sharding.BATCH, ("context", "tensor"))
+    pieces = sharding.spec("output")
+
+    def cast(hidden, matrix, targets):
+        return part(hidden, matrix.astype(hidden.dtype), targets)
+
+    if not sharding.is_split():
+        return cast
+
+    def on_one(hidden, matrix, targets):
+        matrix = jax.lax.all_gather(matrix.astype(hidden.dtype), sharding.SHARDS, axis=0, tiled=True)
+        objective, nll, *gradients = part(hidden, matrix, targets)
+        sums = jax.lax.psum(objective, axes), jax.lax.psum(nll, axes)
+        return (*sums, gradients[0], sharding.sum_pieces(gradients[1], 0, axes)) if gradients else sums
+
+    def run(hidden, matrix, targets):
+        taken = jax.eval_shape(cast, hidden, matrix, targets)
+        out_specs = (PartitionSpec(), PartitionSpec(), positions, pieces)[: len(taken)]
+        in_specs = (positions, pieces, positions)
+        return jax.shard_map(on_one, in_specs=in_specs, out_specs=out_specs, check_vma=False)(hidden, matrix, targets)
+
+    return run
+
+
+def _blocks(hidden: Float[Array, "B T D"], targets: Int[Array, "B T"], chunk: int):
+    """Positions in blocks of `chunk`: [blocks, C, D] and [blocks, C], filled up with targets that do not count."""
+    hidden, targets, chunk = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), min(chunk, targets.size)
     padding = -targets.size % chunk
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[1])
     return hidden, jnp.pad(targets, (0, padding), constant_values=-1).reshape(-1, chunk)

@@ -117,17 +117,28 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
 class MetricsLog:
     """One JSON object a line: appended to metrics.jsonl, or in a bucket, whose objects cannot be appended to, in parts
     `metrics-<number>.jsonl` that are written whole at every `flush`. Opened at a step, it drops lines beyond it: they
-    are redone."""
+    are redone. Of several processes one `writes`; the others are given the `lines` that it read, and know the same."""
 
-    def __init__(self, directory: Path, step: int, sinks: Sequence[Sink] = ()):
-        kept = [line for line in read_metrics(directory) if line["step"] <= step]
+    def __init__(
+        self,
+        directory: Path,
+        step: int,
+        sinks: Sequence[Sink] = (),
+        lines: Sequence[dict[str, Any]] | None = None,
+        *,
+        writes: bool = True,
+    ):
+        lines = read_metrics(directory) if lines is None else lines
+        kept = [line for line in lines if line["step"] <= step]
         self.evaluated = {line["step"]: line for line in kept if "eval_loss" in line}
         losses = (x for line in kept for x in line.get("losses", ()))
         self.losses: list[float] = [math.nan if x is None else x for x in losses]
         """The loss of every step so far."""
         self._directory, self._sinks = directory, sinks
         self._lines = [json.dumps(line) + "\n" for line in kept]
-        self._file = None
+        self._file, self._writes = None, writes
+        if not writes:
+            return
         if is_local(directory):
             path = directory / "metrics.jsonl"
             write_atomically(path, "".join(self._lines))
@@ -149,7 +160,7 @@ class MetricsLog:
         text = json.dumps(finite(line)) + "\n"
         if self._file:
             self._file.write(text)
-        else:
+        elif self._writes:
             self._lines.append(text)
         numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
         for sink in self._sinks:
@@ -160,7 +171,7 @@ class MetricsLog:
         if self._file:
             os.fsync(self._file.fileno())
             return
-        if not self._lines:
+        if not (self._writes and self._lines):
             return
         write_atomically(self._directory / f"metrics-{self._part:06d}.jsonl", "".join(self._lines))
         if len(self._lines) >= PART_LINES:

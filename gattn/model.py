@@ -5,15 +5,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from gattn import probes
+from gattn import probes, sharding
 from gattn.config import ModelConfig, override
 from gattn.gates import normal
+from gattn.kernels.vjp import CHECKPOINT_NAMES
 from gattn.layers import Block, Context, RMSNorm
 from gattn.rope import rope_table
 
 REMAT = {
+    "none": jax.checkpoint_policies.save_anything_except_these_names(sharding.GATHERED),
+    "attention": jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -43,19 +47,22 @@ class Decoder(nnx.Module):
         """Final hidden states (normalised, before the output matrix) and, with `probe`, the sums of every probe.
 
         The probes' `layers` also hold `map` [L, N, M, M]: attention of the first sequence's first M tokens, per head.
+        Of experts, with `probe` or without, the routers' sums by layer stand under `moe` (`gattn.moe.Experts`).
         """
         model = self.model
-        hidden = self.embedding[...].astype(model.dtype)[tokens]
+        hidden = sharding.embed(self.embedding[...], tokens, model.dtype)
         length = tokens.shape[1]
         if model.position == "learned":
             hidden = hidden + self.positions[:length].astype(model.dtype)
         rope = rope_table(length, model.head_dim, model.rope_theta) if model.position == "rope" else None
-        if not probe:
-            hidden, _ = self._run_blocks(hidden, Context(segment_ids, None, rope))
-            return self.final_norm(hidden), {}
-        queries = probes.find_queries(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
+        queries = None
+        if probe:
+            queries = probes.find_queries(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
         hidden, layers = self._run_blocks(hidden, Context(segment_ids, queries, rope))
-        return self.final_norm(hidden), {**probes.query_floor(queries), "layers": layers}
+        aux = {"moe": layers.pop("moe")} if model.num_experts else {}
+        if queries is not None:
+            aux |= {**probes.query_floor(queries), "layers": layers}
+        return self.final_norm(hidden), aux
 
     def output_matrix(self) -> Float[Array, "D V"]:
         """The matrix from final hidden states to logits."""
@@ -70,9 +77,11 @@ class Decoder(nnx.Module):
         graph, stacked = nnx.split(self.blocks)
 
         def layer(hidden, state):
-            return nnx.merge(graph, state)(hidden, context)
+            block = nnx.merge(graph, sharding.gather(state, self.model.dtype))
+            hidden, aux = block(sharding.constrain(hidden, sharding.BATCH, "context"), context)
+            return sharding.constrain(hidden, sharding.BATCH, "context"), aux
 
-        if self.model.remat != "none":
+        if self.model.remat != "none" or sharding.parts(*sharding.SHARDS) > 1:
             layer = jax.checkpoint(layer, policy=REMAT[self.model.remat])
         if self.model.scan_layers:
             return jax.lax.scan(layer, hidden, stacked)
@@ -83,15 +92,16 @@ class Decoder(nnx.Module):
         return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *aux)
 
 
-def init(model: ModelConfig, seed: int) -> nnx.State:
-    """The decoder's float32 parameters drawn from `jax.random.key(seed)`, made under one jit."""
+def init(model: ModelConfig, seed: int, mesh: Mesh | None = None) -> nnx.State:
+    """The decoder's float32 parameters drawn from `jax.random.key(seed)`, made under one jit; the same on any mesh."""
 
     def draw(key):
         return nnx.split(Decoder(model, nnx.Rngs(params=key)))[1]
 
     # Runs once: on a CPU, optimising the random generator of every shape makes compiling take 5 s instead of 1.5.
     options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
-    return jax.jit(draw, compiler_options=options)(jax.random.key(seed))
+    where = None if mesh is None else sharding.shardings(mesh, abstract(model)[1])
+    return jax.jit(draw, compiler_options=options, out_shardings=where)(jax.random.key(seed))
 
 
 def abstract(model: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
@@ -100,7 +110,8 @@ def abstract(model: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
 
 
 def param_counts(model: ModelConfig) -> dict[str, int]:
-    """Parameters: `params` in all, `non_embedding_params`, `gate_params`, and `param_difference` to the plain model.
+    """Parameters: `params` in all, `non_embedding_params`, `active_params` (of which a token uses every one: of the
+    experts, those it goes to), `gate_params`, and `param_difference` to the plain model.
 
     Counted on the model itself, without allocating it. Embeddings are the token table, learned positions and an untied
     output matrix.
@@ -109,11 +120,16 @@ def param_counts(model: ModelConfig) -> dict[str, int]:
     total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     embeddings = sum(shapes[name].size for name in ("embedding", "positions", "output") if name in shapes)
     gate = sum(leaf.size for leaf in jax.tree.leaves(shapes["blocks"]["attention"].get("gates", {})))
-    plain = override(model, {"gates": (), "softmax": "standard"})
+    experts = sum(shapes["blocks"]["experts"][name].size for name in ("gate", "up", "down")) if model.num_experts else 0
+    idle = experts - experts * model.experts_per_token // model.num_experts if experts else 0
+    plain = override(
+        model, {"gates": (), "softmax": "standard", "switch_heads": 0, "switch_top_k": 0, "switch_keys": False}
+    )
     difference = total - param_counts(plain)["params"] if plain != model else 0
     return {
         "params": total,
         "non_embedding_params": total - embeddings,
+        "active_params": total - idle,
         "gate_params": gate,
         "param_difference": difference,
     }
@@ -126,9 +142,11 @@ def param_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Training FLOPs per token: 6 per parameter of a matrix product (the output matrix included, the lookups not), and
-    12 L N H times the mean number of visible keys, (T + 1) / 2, for causal attention. Recomputation is not counted."""
+    """Training FLOPs per token: 6 per parameter of a matrix product (the output matrix included, the lookups not; of
+    the experts those a token goes to), and 12 L N H times the mean number of visible keys, (T + 1) / 2, for causal
+    attention. Recomputation is not counted."""
     counts = param_counts(model)
-    products = counts["non_embedding_params"] + model.vocab_size * model.d_model
+    idle = counts["params"] - counts["active_params"]
+    products = counts["non_embedding_params"] - idle + model.vocab_size * model.d_model
     attention = model.num_layers * model.num_heads * model.head_dim * (seq_len + 1) / 2
     return 6.0 * products + 12.0 * attention

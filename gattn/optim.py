@@ -4,8 +4,8 @@ import jax
 import optax
 
 from gattn.config import Config
+from gattn.sharding import STACKED
 
-STACKED = "blocks"  # parameters below this name carry a leading layer axis
 NEVER_DECAYED = "bias"
 
 

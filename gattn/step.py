@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Int
 
-from gattn import model, optim, probes
+from gattn import model, moe, optim, probes, sharding
 from gattn.config import Config, ModelConfig
 from gattn.loss import cross_entropy
 
@@ -33,20 +34,34 @@ class State(NamedTuple):
         return self.params if self.average is None else self.average
 
 
-def new_state(config: Config) -> State:
-    """Fresh parameters drawn from `train.seed`, and an optimiser that has seen nothing."""
-    params = model.init(config.model, config.train.seed)
-    average = jax.tree.map(jnp.copy, params) if config.train.ema_decay else None
-    return State(jnp.int32(0), params, jax.jit(optim.optimizer(config).init)(params), average)
+def new_state(config: Config, mesh: Mesh | None = None) -> State:
+    """Fresh parameters drawn from `train.seed`, and an optimiser that has seen nothing; laid out over `mesh`."""
+    params = model.init(config.model, config.train.seed, mesh)
+    where = None if mesh is None else sharding.shardings(mesh, abstract_state(config))
+
+    def rest(params):
+        average = jax.tree.map(jnp.copy, params) if config.train.ema_decay else None
+        return State(jnp.int32(0), params, optim.optimizer(config).init(params), average)
+
+    return jax.jit(rest, out_shardings=where)(params)
 
 
-def abstract_state(config: Config) -> State:
-    """The shapes of `new_state(config)`, on the first device; allocates nothing."""
+def abstract_state(config: Config, mesh: Mesh | None = None) -> State:
+    """The shapes of `new_state(config, mesh)`, without a mesh on the first device; allocates nothing."""
     params = model.abstract(config.model)[1]
     optimizer = jax.eval_shape(optim.optimizer(config).init, params)
     state = State(jax.ShapeDtypeStruct((), jnp.int32), params, optimizer, params if config.train.ema_decay else None)
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), state)
+    if mesh is None:
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        where: Any = jax.tree.map(lambda _: here, state)
+    else:
+        where = sharding.shardings(mesh, state)
+    return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state, where)
+
+
+def metric_names(config: Config) -> tuple[str, ...]:
+    """The names of a step's metrics, in their order."""
+    return METRICS + (moe.METRICS if config.model.num_experts else ())
 
 
 def train_step(graph: nnx.GraphDef, config: Config) -> Callable[[State, Any, Any], tuple[State, jax.Array]]:
@@ -55,35 +70,57 @@ def train_step(graph: nnx.GraphDef, config: Config) -> Callable[[State, Any, Any
     The batch is taken in `train.accumulation` parts; the loss is the sum over all targets divided once by their number,
     so that every token weighs the same whatever part it stands in. The state comes back unchanged when loss or gradient
     norm is not finite, and from then on, because `state.step` is no longer what the caller expects: however late the
-    caller looks, it finds the state before the bad step, and in `state.step` which one that was.
+    caller looks, it finds the state before the bad step, and in `state.step` which one that was. On a mesh (in context)
+    the state stays laid out by `gattn.sharding`.
 
-    metrics: float32, `METRICS` in their order (`update_ratio`, |update| / |weights|, is NaN but where `train.log_every`
-    asks for a line), and then the number of updates made after this step.
+    `batch` may hold `stop`, one number per device: the largest comes back in the metrics, to every process.
+
+    metrics: float32, `metric_names(config)` in their order (`update_ratio`, |update| / |weights|, is NaN but where
+    `train.log_every` asks for a line), then `stop`, and last the number of updates made after this step.
     """
     optimizer, schedule = optim.optimizer(config), optim.learning_rate(config)
     train = config.train
 
-    def objective(params, part, tokens):
+    def objective(params, part, counts, tokens, positions):
         decoder = nnx.merge(graph, params)
-        hidden, _ = decoder(part["inputs"], part.get("segment_ids"))
+        hidden, aux = decoder(part["inputs"], part.get("segment_ids"))
         losses = cross_entropy(hidden, decoder.output_matrix(), part["targets"], train.loss_chunk, train.z_loss)
-        return losses.objective / tokens, losses.nll / tokens
+        total = losses.objective / tokens
+        sums = (losses.nll / tokens, (losses.objective - losses.nll) / tokens, aux.get("moe"))
+        if config.model.num_experts:
+            # Frequencies of this and the earlier parts: those of the whole batch are not known before its last part.
+            total += moe.auxiliary(aux["moe"], counts + aux["moe"]["counts"], positions, config)
+        return total, jax.lax.stop_gradient(sums)
 
     def gradients(params, batch):
         tokens = jnp.sum(batch["targets"] >= 0).astype(jnp.float32)
-        take = jax.value_and_grad(objective, has_aux=True)
+        positions, counts = float(batch["targets"].size), jnp.float32(0)
+
+        def take(part, counts):
+            (total, sums), gradient = jax.value_and_grad(objective, has_aux=True)(
+                params, part, counts, tokens, positions
+            )
+            return (total, *sums), sharding.keep(gradient)
+
         if train.accumulation == 1:
-            return take(params, batch, tokens)
-        parts = jax.tree.map(lambda x: x.reshape(train.accumulation, -1, *x.shape[1:]), batch)
+            return take(batch, counts)
+        # Every device's rows stay with it: a part is every k-th row.
+        parts = jax.tree.map(lambda x: x.reshape(-1, train.accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
+        parts = jax.tree.map(lambda x: sharding.constrain(x, None, sharding.BATCH, "context"), parts)
 
         def add(total, part):
-            return jax.tree.map(jnp.add, total, take(params, part, tokens)), None
+            counts = total[0][-1]["counts"] if config.model.num_experts else jnp.float32(0)
+            return jax.tree.map(jnp.add, total, take(part, counts)), None
 
-        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(take, params, batch, tokens))
-        return jax.lax.scan(add, zero, parts)[0]
+        one = jax.tree.map(lambda x: x[0], parts)
+        shapes = jax.eval_shape(take, one, counts)
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return jax.lax.scan(add, (zero[0], sharding.keep(zero[1])), parts)[0]
 
     def step(state: State, expected, batch):
-        (total, nll), gradient = gradients(state.params, batch)
+        stop = jnp.max(batch["stop"]) if "stop" in batch else 0
+        batch = {name: x for name, x in batch.items() if name != "stop"}
+        (total, nll, z_loss, experts), gradient = gradients(state.params, batch)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         average = None if state.average is None else _average(state, params, train.ema_decay)
@@ -92,21 +129,23 @@ def train_step(graph: nnx.GraphDef, config: Config) -> Callable[[State, Any, Any
         ratio = jax.lax.cond(due, _ratio, lambda *_: jnp.float32(jnp.nan), updates, state.params)
         fine = jnp.isfinite(total) & jnp.isfinite(norm) & (state.step == expected)
         new = State(state.step + 1, params, optimizer_state, average)
-        new = jax.tree.map(lambda after, before: jnp.where(fine, after, before), new, state)
-        metrics = (nll, norm, ratio, schedule(state.step), total - nll, new.step)
-        return new, jnp.stack([jnp.asarray(value, jnp.float32) for value in metrics])
+        new = sharding.keep(jax.tree.map(lambda after, before: jnp.where(fine, after, before), new, state))
+        values = (nll, norm, ratio, schedule(state.step), z_loss)
+        values += tuple(moe.report(experts, config).values()) if config.model.num_experts else ()
+        metrics = jnp.stack([jnp.asarray(value, jnp.float32) for value in (*values, stop, new.step)])
+        return new, sharding.constrain(metrics)
 
     return jax.jit(_precise(step, config.model), donate_argnums=0)
 
 
 def eval_step(graph: nnx.GraphDef, config: Config, *, probe: bool = False) -> Callable:
-    """The jitted evaluation: (params, batch) -> (summed loss, tokens, sums of the probes)."""
+    """The jitted evaluation: (params, batch) -> (summed loss, tokens, sums of the probes), whole in every process."""
 
     def step(params, batch):
         decoder = nnx.merge(graph, params)
         hidden, aux = decoder(batch["inputs"], batch.get("segment_ids"), probe=probe)
         losses = cross_entropy(hidden, decoder.output_matrix(), batch["targets"], config.train.loss_chunk)
-        return losses.nll, losses.tokens, aux
+        return jax.tree.map(sharding.constrain, (losses.nll, losses.tokens, aux if probe else {}))
 
     return jax.jit(_precise(step, config.model))
 

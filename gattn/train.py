@@ -1,7 +1,10 @@
 """One run: from a Config to a folder with config.json, metrics, events, checkpoints/ and result.json.
 
-A finished run is not trained again, one that was cut goes on from its newest checkpoint, and a lock keeps two processes
-from training the same run. Batches are addressed by step, so a checkpoint needs no iterator state.
+A finished run is not trained again, one that was cut goes on from its newest checkpoint, on whatever mesh, and a lock
+keeps it from being trained twice at once. Batches are addressed by step, so a checkpoint needs no iterator state.
+
+Of several processes (`gattn.distributed`) each runs all of this, with the same control flow: what steers it is either
+the same everywhere by construction (the metrics that a step returns, the log) or decided in the first.
 """
 
 import contextlib
@@ -14,24 +17,34 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from gattn import __version__, metrics, model, probes
-from gattn.checkpoint import CheckpointError, Checkpoints, Restored
-from gattn.config import Config, ConfigError, from_dict, to_json
-from gattn.data.loader import Batch, Source, host_rows, open_source
+from gattn import __version__, metrics, model, moe, probes, sharding
+from gattn.checkpoint import CheckpointError, Checkpoints
+from gattn.config import Config, ConfigError, to_json
+from gattn.data.loader import Batch, Source, open_source
+from gattn.distributed import decided, is_first, together
 from gattn.files import is_local, run_directory, write_atomically
 from gattn.guard import TrainingError, claim, lock, read_json, signals
 from gattn.kernels.api import choose_implementation
 from gattn.loss import describe
-from gattn.step import METRICS, State, abstract_state, describe_model, eval_step, evaluate_all, new_state, train_step
+from gattn.resume import NONE_LEFT, newest, same_data
+from gattn.step import (
+    State,
+    abstract_state,
+    describe_model,
+    eval_step,
+    evaluate_all,
+    metric_names,
+    new_state,
+    train_step,
+)
 
-NONE_LEFT = "None is left to go on from: if the run is not being trained now, move its folder away to start again"
 CURVE_POINTS = 300  # at most this many points of the loss curve go into result.json
 
 
@@ -42,93 +55,59 @@ def train(
     *,
     profile: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Trains the run to its end, or goes on with it, and returns the contents of its result.json.
+    """Trains the run to its end, or goes on with it, on `config.mesh`, and returns the contents of its result.json.
 
     Args:
       directory: the run's folder, local or in a bucket; by default `files.run_directory(config)`.
       profile: first step and step after the last of a profiler trace, written to `profile/`.
 
     Raises:
-      ConfigError: the data do not fit the config.
+      ConfigError: the data or the mesh do not fit the config.
       TrainingError: another process trains this run, its folder holds another config or data, its checkpoints cannot be
         read or written, or loss or gradient are not finite.
-      SystemExit: 143 or 130 after a SIGTERM or Ctrl-C; training goes on from the checkpoint that was left.
+      SystemExit: 143 or 130 after a SIGTERM or Ctrl-C, to any of the processes; training goes on from the checkpoint
+        that was left.
     """
     directory = directory or run_directory(config)
-    console = console or metrics.RunConsole()
-    if jax.process_count() > 1:
-        raise TrainingError(f"{jax.process_count()} processes: training on several hosts is not there yet")
-    if config.train.wandb and importlib.util.find_spec("wandb") is None:
+    console = (console or metrics.RunConsole()) if is_first() else Console(quiet=True)
+    if config.train.wandb and decided(lambda: importlib.util.find_spec("wandb") is None):
         remedy = "wandb is not installed: pip install wandb, or leave it empty"
         raise ConfigError("train.wandb", config.train.wandb, remedy)
     if profile and not (is_local(directory) and 0 <= profile[0] < profile[1] and profile[0] < config.train.steps):
         remedy = f"give two steps below train.steps = {config.train.steps}, the first the lower, and a folder on a disk"
         raise ConfigError("profile", profile, remedy)
-    with signals() as interrupted:
-        source = open_source(config)  # says what is wrong with the data before anything is written
-        if stopping := interrupted():
+    mesh = sharding.make_mesh(config.mesh)
+    sharding.check(config, dict(mesh.shape))
+    with signals() as interrupted, contextlib.ExitStack() as held:
+        source = together(lambda: open_source(config))  # says what is wrong with the data before anything is written
+        if (stopping := interrupted()) and jax.process_count() == 1:
             raise SystemExit(128 + stopping)
+
+        def begin() -> dict[str, Any] | None:
+            held.enter_context(lock(directory))
+            claim(directory, config, console)
+            if not (directory / "result.json").exists():
+                return None
+            console.print(f"finished before: {directory}", highlight=False)
+            result = read_json(directory / "result.json")
+            same_data(directory, result["data"]["fingerprint"], source)
+            return result
+
+        def end() -> dict[str, Any]:
+            write_atomically(directory / "result.json", json.dumps(result, allow_nan=False))
+            return result
+
         try:
-            with lock(directory):
-                claim(directory, config, console)
-                if (directory / "result.json").exists():
-                    console.print(f"finished before: {directory}", highlight=False)
-                    result = read_json(directory / "result.json")
-                    _same_data(directory, result["data"]["fingerprint"], source)
-                    return result
-                with Checkpoints(directory / "checkpoints", config.train) as checkpoints:
-                    result = _Run(config, directory, source, checkpoints, console, interrupted, profile).finish()
-                write_atomically(directory / "result.json", json.dumps(result, allow_nan=False))
-                return result
+            if finished := decided(begin):
+                return finished
+            with jax.set_mesh(mesh), Checkpoints(directory / "checkpoints", config.train) as checkpoints:
+                run = _Run(config, directory, source, checkpoints, console, interrupted, profile, mesh)
+                result = run.finish()
+            return decided(end)
         except CheckpointError as error:
             raise TrainingError(str(error)) from error
         except OSError as error:  # a full disk, above all
             raise TrainingError(f"{error}. The same command goes on from the last checkpoint") from error
-
-
-class Loaded(NamedTuple):
-    """A run as far as it has come."""
-
-    config: Config
-    graph: nnx.GraphDef
-    params: Any
-    source: Source
-    step: int
-
-
-def load(directory: Path, step: int | None = None, note: Callable[[str], None] = print) -> Loaded:
-    """A run's weights (their average where one is kept) from its newest readable checkpoint, or the one of `step`;
-    tells `note` of checkpoints that cannot be read.
-
-    Raises:
-      ConfigError: no run there, or no such checkpoint.
-      TrainingError: the checkpoints, or the data, are not what they were.
-    """
-    path = directory / "config.json"
-    if not path.exists():
-        raise ConfigError("run", str(directory), "no run there: it has no config.json")
-    config = from_dict(Config, read_json(path))
-    source, like = open_source(config), abstract_state(config)
-    checkpoints = Checkpoints(directory / "checkpoints")
-    if not checkpoints.steps:
-        raise ConfigError("run", str(directory), "has no checkpoint: train it until it has one")
-    if step is not None and step not in checkpoints.steps:
-        raise ConfigError("step", step, f"has no checkpoint; there are {checkpoints.steps}")
-    found = None
-    for _ in range(10):  # a run in progress removes old checkpoints while they are read: look again
-        there, problems = checkpoints.steps, list[str]()
-        try:
-            found = checkpoints.restore(step, like) if step is not None else _newest(checkpoints, like, problems.append)
-            break
-        except CheckpointError as error:
-            if checkpoints.steps == there:
-                raise TrainingError(str(error)) from error
-    if found is None:
-        raise TrainingError(f"{directory}: its checkpoints change faster than they can be read; try again")
-    for problem in problems:
-        note(problem)
-    _same_data(directory, found.metadata["data"], source)
-    return Loaded(config, model.abstract(config.model)[0], found.state.weights, source, found.step)
 
 
 class _Interrupted(Exception):
@@ -147,15 +126,19 @@ class _Run:
         console: Console,
         interrupted: Callable[[], int | None],
         profile: tuple[int, int] | None,
+        mesh: Mesh,
     ):
+        self.mesh, self.stopping = mesh, False
         self.config, self.directory, self.source, self.checkpoints = config, directory, source, checkpoints
         self.interrupted, self.profile, self.tracing = interrupted, profile, False
         self.graph = model.abstract(config.model)[0]
-        self.step_fn, self.eval_fn = train_step(self.graph, config), eval_step(self.graph, config)
-        self.probe_fn = eval_step(self.graph, config, probe=True)
+        self.step_fn = train_step(self.graph, config)
+        self.eval_fn = self.on_mesh(eval_step(self.graph, config))
+        self.probe_fn = self.on_mesh(eval_step(self.graph, config, probe=True))
         self.progress = metrics.ProgressLine(config.train.steps, 0, console)
         self.state, self.step, self.seconds = self._start()
-        self.log = metrics.MetricsLog(directory, self.step, self._sinks())
+        lines = decided(lambda: metrics.read_metrics(directory))
+        self.log = together(lambda: metrics.MetricsLog(directory, self.step, self._sinks(), lines, writes=is_first()))
         if (known := len(self.log.losses)) != self.step:
             self.progress.note(
                 f"the metrics hold {known} losses of {self.step} steps: curve and spikes begin with those"
@@ -199,8 +182,7 @@ class _Run:
     def loop(self) -> None:
         """Dispatches each step before the metrics of the one before are read, so the device never waits for Python."""
         train = self.config.train
-        rows = host_rows(self.config.data.batch_size, jax.process_index(), jax.process_count())
-        batches = self.source.train(self.step, rows)
+        batches = self.source.train(self.step, sharding.my_rows(self.mesh, self.config.data.batch_size))
         self.began = time.monotonic()
         self.mark = (self.step, self.began)
         while self.step < train.steps:
@@ -212,7 +194,7 @@ class _Run:
                 self.probe()
             if self.profile:
                 self.trace(*self.profile)
-            self.state, vector = self.step_fn(self.state, np.int32(self.step), next(batches))
+            self.state, vector = self.step_fn(self.state, np.int32(self.step), self.place(next(batches)))
             self.step += 1
             self.settle()
             self.pending = (self.step, vector)
@@ -229,9 +211,22 @@ class _Run:
         now = time.monotonic()
         self.seconds, self.began = self.seconds + now - self.began, now
 
+    def on_mesh(self, evaluate: Callable) -> Callable:
+        """`evaluate` (of `eval_step`) for whole batches, which every process has read."""
+        return lambda params, batch: evaluate(params, sharding.place(self.mesh, batch, len(batch["inputs"])))
+
+    def place(self, batch: Batch) -> dict[str, Any]:
+        """This process' rows of a training batch on the mesh, and to the other processes whether a signal came here."""
+        placed = sharding.place(self.mesh, batch, self.config.data.batch_size)
+        if jax.process_count() > 1:
+            flags = np.full(self.mesh.size, self.interrupted() is not None, np.int32)
+            where = NamedSharding(self.mesh, PartitionSpec(sharding.AXES))
+            placed["stop"] = jax.make_array_from_callback(flags.shape, where, flags.__getitem__)
+        return placed
+
     def pause(self) -> None:
-        """Where a signal may stop the run."""
-        if self.interrupted():
+        """Where a signal may stop the run: one process at once, several after the step that told it to all."""
+        if self.stopping or (jax.process_count() == 1 and self.interrupted()):
             raise _Interrupted
 
     def pausing(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -245,8 +240,9 @@ class _Run:
         if self.pending:
             step, vector = self.pending
             self.pending = None
-            *values, updates = np.asarray(vector).tolist()
-            named = dict(zip(METRICS, values, strict=True))
+            *values, stop, updates = np.asarray(vector).tolist()
+            named = dict(zip(metric_names(self.config), values, strict=True))
+            self.stopping = self.stopping or stop > 0
             if int(updates) != step:
                 self.stop_at_bad_step(named)
             self.recent.append(named["loss"])
@@ -267,8 +263,9 @@ class _Run:
         self.recent, self.mark = [], (step, now)
 
     def utilisation(self, tokens_per_s: float) -> float | None:
-        """MFU of one device."""
-        return metrics.flops_utilisation(self.flops_per_token, tokens_per_s, jax.devices()[0].device_kind, 1)
+        """MFU of the mesh's devices."""
+        kind = jax.devices()[0].device_kind
+        return metrics.flops_utilisation(self.flops_per_token, tokens_per_s, kind, self.mesh.size)
 
     def stop_at_bad_step(self, named: dict[str, float]) -> None:
         """Keeps the state before the step that was not finite, and says where it went wrong."""
@@ -351,8 +348,9 @@ class _Run:
     def trace(self, start: int, stop: int) -> None:
         """Begins or ends the profiler's trace of the steps from `start` to before `stop`, as far as this process is."""
         if not self.tracing and start <= self.step < stop:
-            jax.profiler.start_trace(str(self.directory / "profile"))
             self.tracing = True
+            if is_first():
+                jax.profiler.start_trace(str(self.directory / "profile"))
         elif self.tracing and self.step >= stop:
             self.settle()
             self.end_trace()
@@ -361,7 +359,8 @@ class _Run:
         """Writes the trace, if one was begun."""
         if self.tracing:
             self.tracing = False
-            jax.profiler.stop_trace()
+            if is_first():
+                jax.profiler.stop_trace()
             self.progress.note(f"profile up to step {self.step}: {self.directory / 'profile'}")
 
     def measure(self, sums: Any) -> dict[str, Any]:
@@ -369,7 +368,8 @@ class _Run:
         maps = sums["layers"]["map"].mean(axis=1)
         tokens = next(next(iter(self.source.held_out.values()))())["inputs"][0, : maps.shape[-1]]
         shown = {"tokens": self.source.decode_tokens(tokens), "by_layer": np.round(maps.astype(float), 4).tolist()}
-        return {**probes.summarise(sums, self.config.model.activations), "attention_map": shown}
+        experts = {"experts": moe.summarise(sums["moe"], self.config)} if self.config.model.num_experts else {}
+        return {**probes.summarise(sums, self.config.model.activations), **experts, "attention_map": shown}
 
     def summary(self, evaluated: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
         """The contents of result.json."""
@@ -391,7 +391,7 @@ class _Run:
                 "tokens": trained,
                 "vocab_size": self.source.vocab_size,
             },
-            "environment": environment(config),
+            "environment": environment(config, self.mesh),
             "time": {"train_s": self.seconds, "tokens_per_s": speed, "mfu": self.utilisation(speed)},
             "eval": {**evaluated, "initial_loss": evals[0][1]},
             "probes": measured,
@@ -404,20 +404,22 @@ class _Run:
     def _start(self) -> tuple[State, int, float]:
         """The newest readable checkpoint's state, step and training seconds, or fresh parameters at step 0."""
         self.began = time.monotonic()
-        found = _newest(self.checkpoints, abstract_state(self.config), self.progress.note)
-        if found is None and (damaged := self.checkpoints.damaged):
+        found = newest(self.checkpoints, abstract_state(self.config, self.mesh), self.progress.note)
+        if found is None and (damaged := decided(lambda: self.checkpoints.damaged)):
             raise CheckpointError(f"{' and '.join(map(str, damaged))} cannot be used. {NONE_LEFT}")
         if found is None:
-            return new_state(self.config), 0, 0.0
-        _same_data(self.directory, found.metadata["data"], self.source)
-        for step in [step for step in self.checkpoints.steps if step > found.step]:
-            self.checkpoints.set_aside(step)
-        for path in self.checkpoints.damaged:
+            return new_state(self.config, self.mesh), 0, 0.0
+        same_data(self.directory, found.metadata["data"], self.source)
+        for later in decided(lambda: [step for step in self.checkpoints.steps if step > found.step]):
+            self.checkpoints.set_aside(later)
+        for path in decided(lambda: self.checkpoints.damaged):
             self.progress.note(f"a damaged checkpoint was set aside as {path}")
         return found.state, found.step, found.metadata["seconds"]
 
     def _sinks(self) -> list[metrics.Sink]:
         sinks: list[metrics.Sink] = []
+        if not is_first():
+            return sinks
         if self.config.train.tensorboard and is_local(self.directory):
             sinks.append(metrics.TensorBoard(self.directory / "events", self.step))
         elif self.config.train.tensorboard:
@@ -427,7 +429,7 @@ class _Run:
         return sinks
 
 
-def environment(config: Config) -> dict[str, Any]:
+def environment(config: Config, mesh: Mesh) -> dict[str, Any]:
     """What ran where, the attention implementation included."""
     model, length = config.model, config.data.seq_len
     query, key = (
@@ -452,31 +454,7 @@ def environment(config: Config) -> dict[str, Any]:
         "cpu": f"{platform.system()} {platform.machine()}",
         "attention": attention,
         "dtype": config.model.dtype,
+        "mesh": dict(mesh.shape),
+        "devices": mesh.size,
+        "processes": jax.process_count(),
     }
-
-
-def _newest(checkpoints: Checkpoints, like: State, note: Callable[[str], None]) -> Restored | None:
-    """The newest checkpoint that can be read and is what was saved; each that is not is reported.
-
-    Raises:
-      CheckpointError: there are checkpoints, and none can be used.
-    """
-    problems = []
-    for step in reversed(checkpoints.steps):
-        try:
-            return checkpoints.restore(step, like)
-        except CheckpointError as error:
-            note(f"{error}: trying the one before")
-            problems.append(str(error))
-    if problems:
-        raise CheckpointError(f"{'; '.join(problems)}. {NONE_LEFT}")
-    return None
-
-
-def _same_data(directory: Path, fingerprint: str, source: Source) -> None:
-    if fingerprint != source.fingerprint:
-        raise TrainingError(
-            f"{directory} was trained on data {fingerprint}, here they are {source.fingerprint} (the embedded corpus "
-            "differs between Python versions, and a folder may have been prepared anew): resume with the same data, or "
-            "move the folder away"
-        )

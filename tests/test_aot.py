@@ -21,3 +21,10 @@ def test_a_kernel_traced_for_an_absent_gpu_sees_its_kind():
     with aot.h200_mesh():
         assert tuning.kind() == "NVIDIA H200"
     assert tuning.kind() == here
+
+
+@pytest.mark.parametrize("topology", ["v7:2x2", "v5p:4", "h200:0", "h200:12", "h200:x", ""])
+def test_what_is_no_machine_is_refused(topology, monkeypatch):
+    monkeypatch.setattr(aot, "_require", lambda package: None)
+    with pytest.raises(ValueError, match="give"):
+        aot.devices(topology)

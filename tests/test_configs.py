@@ -1,56 +1,18 @@
-"""Presets and variants: each builds, and adds the parameters that the paper prints."""
-
-import json
-from pathlib import Path
+"""Presets and variants: each builds, at the sizes that its docstring names."""
 
 import pytest
 
-from configs.models import PRESETS, dense_1p7b_28l, tiny
-from configs.variants import VARIANTS, apply
+from configs.models import PRESETS, dense_1p7b_28l, moe_15a2b, tiny
+from configs.variants import NAMES, apply
 from gattn import model
-from gattn.config import Config, ConfigError, DataConfig, ModelConfig, override
-
-TABLES = json.loads((Path(__file__).parents[1] / "experiments" / "paper_tables.json").read_text())
-
-# The attention shape of the 15A2B model (paper Sec. 3.1); its experts do not matter for what a variant adds.
-ATTENTION_15A2B = Config(
-    model=ModelConfig(
-        num_layers=24, d_model=2048, num_heads=32, num_kv_heads=4, head_dim=128, ffn_dim=6144, match_params=False
-    ),
-    data=DataConfig(seq_len=4096),
-)
-
-TABLE1_ROWS = {
-    2: "kv8",
-    3: "q48",
-    5: "g1_elementwise",
-    6: "g2_elementwise",
-    7: "g3_elementwise",
-    8: "g4_elementwise",
-    9: "g5_elementwise",
-    10: "g1_headwise",
-    11: "g2_headwise",
-    12: "g1_elementwise_shared",
-    13: "g2_elementwise_shared",
-    14: "g1_additive_silu",
-    15: "g1_elementwise_silu",
-}
-
-
-@pytest.mark.parametrize(("row", "name"), TABLE1_ROWS.items())
-def test_added_parameters_are_the_published_ones(row, name):
-    """Published in millions with two or three digits, rounded or cut off (row 9: 100.66M is printed as 100)."""
-    table = TABLES["table1"]
-    published = {r[0]: dict(zip(table["columns"], r, strict=True))["added_params_m"] for r in table["rows"]}[row]
-    base = model.param_counts(ATTENTION_15A2B.model)["params"]
-    added = (model.param_counts(apply(ATTENTION_15A2B, name).model)["params"] - base) / 1e6
-    assert added == pytest.approx(published, rel=0.02)
+from gattn.config import ConfigError, MeshConfig
+from gattn.sharding import check, mesh_shape
 
 
 @pytest.mark.parametrize("name", ["g1_rmsnorm", "g1_silu", "softmax_off_by_one"])
 def test_parameter_free_variants_add_none(name):
-    base = model.param_counts(ATTENTION_15A2B.model)["params"]
-    assert model.param_counts(apply(ATTENTION_15A2B, name).model)["params"] == base
+    base = model.param_counts(tiny().model)["params"]
+    assert model.param_counts(apply(tiny(), name).model)["params"] == base
 
 
 @pytest.mark.parametrize(
@@ -74,15 +36,50 @@ def test_every_preset_builds(name, gate):
     counts = model.param_counts(config.model)
     assert 0 < counts["non_embedding_params"] < counts["params"]
     assert counts["gate_params"] == config.model.num_layers * config.model.gate_params
-    one_step = 3 * config.model.d_model * config.model.ffn_multiple * config.model.num_layers
-    assert abs(counts["param_difference"]) <= one_step / 2
+    if config.model.num_experts:  # experts are not narrowed to pay for a gate, as in the paper
+        assert counts["param_difference"] == counts["gate_params"]
+    else:
+        one_step = 3 * config.model.d_model * config.model.ffn_multiple * config.model.num_layers
+        assert abs(counts["param_difference"]) <= one_step / 2
     assert "python -m gattn train" in PRESETS[name].__doc__
 
 
-@pytest.mark.parametrize(("name", "millions"), [("tiny", 1), ("small", 25), ("base", 125)])
-def test_preset_sizes_are_as_documented(name, millions):
+@pytest.mark.parametrize(
+    ("name", "millions", "active"),
+    [("tiny", 1, 1), ("small", 25, 25), ("base", 125, 125), ("moe_tiny", 2.5, 0.75), ("moe_small", 930, 139)],
+)
+def test_preset_sizes_are_as_documented(name, millions, active):
+    """Without embeddings; `active` without the experts that a token does not go to."""
     counts = model.param_counts(PRESETS[name]().model)
     assert counts["non_embedding_params"] / 1e6 == pytest.approx(millions, rel=0.1)
+    idle = counts["params"] - counts["active_params"]
+    assert (counts["non_embedding_params"] - idle) / 1e6 == pytest.approx(active, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("preset", "mesh"),
+    [
+        ("dense_1p7b_28l", "fsdp=512"),
+        ("dense_1p7b_48l", "fsdp=64,data=4"),
+        ("moe_15a2b", "fsdp=64,expert=8"),
+        ("moe_15a2b", "fsdp=8,expert=8"),
+        ("moe_tiny", "data=2,expert=4"),
+        ("moe_tiny", "fsdp=2,expert=2,tensor=2"),
+    ],
+)
+def test_large_presets_divide_over_large_meshes(preset, mesh):
+    parsed = MeshConfig.parse(mesh)
+    devices = parsed.fsdp * parsed.expert * parsed.tensor * max(parsed.data, 1)
+    check(PRESETS[preset](), mesh_shape(parsed, devices))
+
+
+def test_four_more_experts_and_all_of_them_used():
+    config = moe_15a2b()
+    more = apply(config, "experts_plus4+g1_headwise").model
+    assert (more.num_experts, more.experts_per_token) == (132, 12)
+    assert more.gates
+    with pytest.raises(ConfigError, match="moe_tiny"):
+        apply(tiny(), "experts_plus4")
 
 
 def test_gates_of_joined_variants_add_up():
@@ -92,7 +89,8 @@ def test_gates_of_joined_variants_add_up():
 
 
 def test_variants_differ_and_unknown_ones_are_refused():
-    base = override(ATTENTION_15A2B, {"model.match_params": True})
-    assert len({apply(base, name).fingerprint() for name in VARIANTS}) == len(VARIANTS)
-    with pytest.raises(ConfigError, match="g1_headwise"):
+    base = moe_15a2b()
+    assert len({apply(base, name).fingerprint() for name in NAMES}) == len(NAMES)
+    assert len({apply(base, name).model.label for name in ("switch_v_8_top2", "switch_kv_8_top8", "baseline")}) == 3
+    with pytest.raises(ConfigError, match=r"g1_headwise.*experts_plus4"):
         apply(base, "g1_headwize")

@@ -96,11 +96,21 @@ def rotate(vector, position):
     return out
 
 
+def switched_numpy(model, p, name, x):
+    """One token's heads: with switch heads the sum over the best choices of each, weighted by their sigmoid scores."""
+    heads = np.tensordot(x, p[name]["kernel"], 1)
+    if heads.ndim == 2:
+        return heads
+    scores = sigmoid(np.tensordot(x, p["switch"]["kernel"], 1))
+    best = np.argsort(-scores)[:, : model.switch_top_k]
+    return np.array([sum(scores[k, e] * heads[k, e] for e in best[k]) for k in range(len(heads))])
+
+
 def attention_numpy(model, p, x):
     """x: [T, D] float64 of one sequence."""
     q, k, v = [], [], []
     for t, token in enumerate(x):
-        heads = {n: np.einsum("d,dnh->nh", token, p[n]["kernel"]) for n in ("query", "key", "value")}
+        heads = {n: switched_numpy(model, p, n, token) for n in ("query", "key", "value")}
         query = gated_numpy(model, p, "g4", heads["query"], token)
         key = gated_numpy(model, p, "g3", heads["key"], token)
         if model.qk_norm:

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from experiments.sinkbench import BOS, sinkbench
-from gattn import inspection, train
+from gattn import inspection, resume, train
 from gattn.__main__ import main
 from gattn.config import ConfigError, GateSpec, override
 from gattn.files import home
@@ -47,8 +47,10 @@ def letters(config):
 @pytest.fixture(scope="module", autouse=True)
 def _compile_once():
     """One probe of a model is compiled once, not for every test."""
+    cached = functools.cache(train.eval_step)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "eval_step", functools.cache(train.eval_step))
+        for module in (train, inspection):
+            patch.setattr(module, "eval_step", cached)
         yield
 
 
@@ -60,10 +62,10 @@ def finished():
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory):
-    """A run on text, and what `train.load` gives of it."""
+    """A run on text, and what `resume.load` gives of it."""
     directory = tmp_path_factory.mktemp("reader")
     train.train(TEXT, directory, Console(file=io.StringIO()))
-    return directory, train.load(directory)
+    return directory, resume.load(directory)
 
 
 def written(run, **options):

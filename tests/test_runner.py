@@ -231,7 +231,7 @@ def test_a_run_that_was_abandoned_elsewhere_is_taken_over():
     run.folder.mkdir(parents=True)
     with open(run.folder / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        job = runner._Job(run)
+        job = runner.Job(run)
         job.start(quick(), {})
         assert job.state == "elsewhere"
         job.poll()

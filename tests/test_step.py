@@ -1,6 +1,11 @@
 """The jitted step: accumulation, z-loss, averages, and a state that a bad batch cannot touch."""
 
 import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +18,9 @@ from experiments.sinkbench import sinkbench_config
 from gattn import model
 from gattn.config import Config, override
 from gattn.step import METRICS, State, abstract_state, new_state, train_step
+from tests.eight_meshes import MESHES
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SMALL = override(
     apply(sinkbench_config(), "g1_headwise"),
@@ -48,7 +56,7 @@ def stepped(config: Config, *batches):
     step = compiled(config)
     for index, one in enumerate(batches):
         state, vector = step(state, np.int32(index), one)
-    return state, dict(zip((*METRICS, "updates"), np.asarray(vector).tolist(), strict=True))
+    return state, dict(zip((*METRICS, "stop", "updates"), np.asarray(vector).tolist(), strict=True))
 
 
 def moments(state: State):
@@ -152,3 +160,28 @@ def test_abstract_state_is_the_state_that_is_made():
     config = override(SMALL, {"train.ema_decay": 0.5})
     shapes = lambda state: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)  # noqa: E731
     assert shapes(abstract_state(config)) == shapes(new_state(config))
+
+
+# ---- meshes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def meshes():
+    command = [sys.executable, "-m", "tests.eight_meshes"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [f"{name}: {mesh}" for name, meshes in MESHES.items() for mesh in meshes])
+def test_a_mesh_changes_neither_loss_nor_gradients(meshes, mesh):
+    """Nor the router's sums, nor what probes measure; and the new state lies where the old one did."""
+    found = meshes[mesh]
+    metrics = found["metrics"]
+    assert metrics.pop("stop") == [found["devices"] - 1, 0], "the largest of all devices"
+    for name, (value, expected) in metrics.items():
+        assert value == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True), name
+    assert found["gradients"] < 1e-5
+    assert found["evaluated"] < 1e-5
+    assert found["stays"]

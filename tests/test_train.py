@@ -24,7 +24,7 @@ from rich.console import Console
 
 from configs.variants import apply
 from experiments.sinkbench import sinkbench_config
-from gattn import model, train
+from gattn import model, resume, train
 from gattn.checkpoint import Checkpoints
 from gattn.config import Config, ConfigError, GateSpec, from_dict, override, to_json
 from gattn.data.loader import Source, open_source
@@ -282,7 +282,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(fini
     console = Console(file=io.StringIO(), width=1000)
     said = []
     if "both" not in broken:
-        assert train.load(run, note=said.append).step == 8
+        assert resume.load(run, note=said.append).step == 8
         assert "checkpoints/12 cannot be read" in said[0]
     if "both" in broken:
         for _ in range(2):  # it does not begin from nothing the second time
@@ -483,7 +483,7 @@ def test_a_run_lives_in_a_bucket(finished, tmp_path, monkeypatch):
         assert str(place) == f"gs://bucket/home/runs/{SHORT.run_name}"
         assert_same_run(place, result, finished)
         assert train.train(SHORT) == json.loads(json.dumps(result))
-        assert train.load(place).step == 12
+        assert resume.load(place).step == 12
         damaged = max((n for n in objects.names() if "checkpoints/12/" in n), key=lambda n: len(objects.read(n)[0]))
         objects.write(damaged, objects.read(damaged)[0][:500])
         objects.delete(f"home/runs/{SHORT.run_name}/result.json")

@@ -38,9 +38,10 @@ class Tokens(Protocol):
 
 
 class Train(Protocol):
-    """Endless batches from the given step on; of each only `rows`, which are the same whatever rows others read."""
+    """Endless batches from the given step on; of each only `rows`, a slice or an array of indices of its B rows, which
+    are the same whatever rows others read."""
 
-    def __call__(self, step: int, rows: slice = ...) -> Iterator[Batch]: ...
+    def __call__(self, step: int, rows: slice | Int[np.ndarray, " R"] = ...) -> Iterator[Batch]: ...
 
 
 @dataclass(frozen=True)
@@ -108,17 +109,6 @@ def _imported(name: str) -> Callable[[Config], Source]:
     return function
 
 
-def host_rows(batch_size: int, index: int, count: int) -> slice:
-    """The rows of every batch that process `index` of `count` reads; together they are the batch.
-
-    Raises:
-      ConfigError: if the batch does not divide.
-    """
-    if batch_size % count:
-        raise ConfigError("data.batch_size", batch_size, f"must be a multiple of the {count} processes that read it")
-    return slice(batch_size // count * index, batch_size // count * (index + 1))
-
-
 @dataclass(frozen=True)
 class _Text:
     """One body of text as tokens: what is trained on and what is held out, documents apart by BOS."""
@@ -159,8 +149,8 @@ def _text_source(texts: Sequence[_Text], config: Config) -> Source:
     if len(texts) > 1:
         parts = [f"{part} {text.weight!r}" for part, text in zip(parts, texts, strict=True)]
 
-    def train(step: int, rows: slice = slice(None)) -> Iterator[Batch]:
-        here = range(data.batch_size)[rows]
+    def train(step: int, rows: slice | Int[np.ndarray, " R"] = slice(None)) -> Iterator[Batch]:
+        here = np.arange(data.batch_size)[rows].tolist()
 
         def read(step: int) -> Batch:
             places = [order[step * data.batch_size + r] for r in here]

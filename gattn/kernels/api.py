@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from gattn.kernels import chunked, masks, reference, sharded, vjp
+from gattn.kernels import chunked, masks, reference, sharded, tuning, vjp
 from gattn.kernels.arguments import Limits, make_mask, prepare
 
 if TYPE_CHECKING:
@@ -29,9 +29,8 @@ CHUNKED_FROM = 512 * 512
 # Up to this many queries per head, the query heads of a kv head become rows of one block of a device kernel.
 PACKED_UP_TO = 8
 
-# `with interpreting(True):` runs the Pallas kernels in Pallas' interpreters, on any machine; instead of True, the
-# parameters of one (`pltpu.InterpretParams(...)`). It is a part of every jit's cache key.
-interpreting = jax.make_user_context(False)
+# The context that runs Pallas kernels in interpreters, where its users look for it.
+interpreting = tuning.interpreting
 
 
 def gated_dot_product_attention(
@@ -175,7 +174,7 @@ def choose_implementation(
 def _choose(inputs: reference.Inputs, limits: Limits, options: reference.Options, implementation: str | None) -> str:
     if implementation is None:
         length, key_length = inputs.query.shape[1], inputs.key.shape[1]
-        preferred = _PREFERRED.get(_platform(), ()) if key_length >= KERNEL_FROM else ()
+        preferred = _PREFERRED.get(tuning.platform(), ()) if key_length >= KERNEL_FROM else ()
         fallback = "chunked" if length * key_length >= CHUNKED_FROM else "reference"
         fitting = (name for name in preferred if _unsupported(name, inputs, limits, options) is None)
         return next(fitting, fallback)
@@ -198,15 +197,6 @@ def _unsupported(name: str, inputs: reference.Inputs, limits: Limits, options: r
         mask = jax.eval_shape(partial(make_mask, options=options), inputs, limits)
         return _module(name).unsupported(inputs, mask, options)
     return None
-
-
-def _platform() -> str:
-    """That of the mesh in context, whose devices need not be here, else of the default device: "tpu", "gpu", "cpu"."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
-    if device is None:
-        return jax.default_backend()
-    platform = getattr(device, "platform", device)
-    return "gpu" if platform == "cuda" else platform
 
 
 def _check_layout(implementation: str, layout: PartitionSpec | None) -> None:

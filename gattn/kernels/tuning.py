@@ -1,4 +1,4 @@
-"""Block sizes of the device kernels by device kind, dtype, head_dim and length: measured ones where the table has them.
+"""What a kernel traced now is for, and its block sizes: measured ones, by device kind, dtype, head_dim and length.
 
 The table is `blocks.json` beside this file, written by `python -m benchmarks.tune` on the device itself.
 """
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 TABLE = Path(__file__).with_name("blocks.json")
+
+# `with interpreting(True):` runs the Pallas kernels in Pallas' interpreters, on any machine; instead of True, the
+# parameters of one (`pltpu.InterpretParams(...)`). It is a part of every jit's cache key.
+interpreting = jax.make_user_context(False)
 
 
 class Row(NamedTuple):
@@ -52,6 +56,15 @@ def kind() -> str:
     """The kind of the device that a kernel traced now is for."""
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     return device.device_kind
+
+
+def platform() -> str:
+    """That of the mesh in context, whose devices need not be here, else of the default device: "tpu", "gpu", "cpu"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
+    if device is None:
+        return jax.default_backend()
+    platform = getattr(device, "platform", device)
+    return "gpu" if platform == "cuda" else platform
 
 
 @cache

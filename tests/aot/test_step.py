@@ -1,0 +1,141 @@
+"""What the compilers for TPU and H200 make of whole train steps: experts stay where they are, and everything fits."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from gattn import aot, compile_report, hlo, moe, sharding
+from gattn.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from gattn.hlo_cost import read_costs
+
+EXPERTS, TOP_K, SIZE, WIDTH, LENGTH, BUFFER = 32, 2, 256, 384, 512, 2.0
+MODEL = ModelConfig(
+    vocab_size=1024,
+    num_layers=2,
+    d_model=SIZE,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    match_params=False,
+    dtype="bfloat16",
+    remat="full",
+    num_experts=EXPERTS,
+    experts_per_token=TOP_K,
+    expert_dim=WIDTH,  # no other dimension is as wide
+    buffer_factor=BUFFER,
+)
+
+
+def small(mesh: str, **model) -> Config:
+    return Config(
+        model=dataclasses.replace(MODEL, **model),
+        data=DataConfig(seq_len=LENGTH, batch_size=8, eval_sequences=8),
+        optim=OptimConfig(warmup_steps=1),
+        train=TrainConfig(steps=10, loss_chunk=512, balance_loss=0.01, router_z_loss=1e-3),
+        mesh=MeshConfig.parse(mesh),
+    )
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x2", "h200:8"])
+def test_a_step_on_eight_devices(topology):
+    """One compilation, and all that is to be seen in it: it takes half a minute."""
+    config = small("fsdp=2,expert=4", attention="gpu" if topology.startswith("h200") else "auto")
+    compiled = aot.compile_step(config, topology)
+    costs = read_costs(compiled.text, compile_report.kernel_flops(1 / BUFFER))
+    assert not costs.program.unknown_loops
+    expert_weights_stay_on_their_devices(compiled, costs)
+    no_array_is_as_large_as_tokens_times_experts_times_width(config, compiled, costs)
+    the_report_adds_up(compile_report.read(compiled, config, topology), config)
+
+
+def expert_weights_stay_on_their_devices(compiled, costs):
+    """Nothing as wide as an expert travels along `expert`, whatever the collective is called; tokens do."""
+    shape, over = dict(compiled.mesh.shape), []
+    for one in costs.collectives(most=True):
+        if "expert" in hlo.axes(one.groups, shape):
+            over.append(one.kind)
+            assert not any(array.dims[-1:] == (width,) for array in one.shapes for width in (WIDTH, 2 * WIDTH)), one
+    assert over.count("ragged-all-to-all") >= 5  # rows there and back, forward and backward
+    assert costs.program.arrays_of(EXPERTS // 4, SIZE, WIDTH)  # gathered over fsdp alone
+    for size, width in itertools.product((SIZE, SIZE // 2), (WIDTH, 2 * WIDTH)):  # fsdp cuts SIZE; gate and up are one
+        assert not costs.program.arrays_of(EXPERTS, size, width)
+
+
+def no_array_is_as_large_as_tokens_times_experts_times_width(config, compiled, costs):
+    """Not even in the branch with room for all rows that could ever arrive."""
+    tokens = config.data.batch_size * LENGTH // compiled.mesh.size
+    shape, made = max(costs.program.arrays(), key=lambda one: one[0].size)
+    assert shape.size < tokens * EXPERTS * min(SIZE, WIDTH), (shape, made.op_name)
+
+
+def the_report_adds_up(report, config):
+    assert report.fits
+    # Backward takes forward again: 4/3 of what the model's FLOPs count.
+    assert 1.1 < report.recompute < 1.6
+    hidden = config.data.batch_size * LENGTH * SIZE * 2 // report.devices
+    assert report.memory["activations"] >= MODEL.num_layers * hidden
+    assert report.memory["parameters"] * 2 <= report.memory["optimizer"] <= report.memory["parameters"] * 2 + 64
+    kinds = {(row.kind, row.axes) for row in report.collectives}
+    assert ("ragged-all-to-all", ("expert",)) in kinds
+    assert all(row.seconds > 0 for row in report.collectives)
+    assert 0 < report.mfu["serial"] <= report.mfu["exposed"] <= report.mfu["overlapped"] < 1
+    assert "MFU, headline" in compile_report.render(report)
+
+
+ROWS = 4
+PRODUCTS = ROWS * LENGTH * TOP_K * 2.0 * SIZE * WIDTH  # one product of every token with its experts
+
+
+def layer(model: ModelConfig, backward: bool):
+    """The expert layer, or its gradient, and its arguments' shapes."""
+    graph, params = nnx.split(nnx.eval_shape(lambda: moe.Experts(model, nnx.Rngs(params=0))))
+    x = jax.ShapeDtypeStruct((ROWS, LENGTH, SIZE), jnp.bfloat16)
+
+    def forward(params, x):
+        return nnx.merge(graph, params)(x)[0]
+
+    def gradient(params, x):
+        return jax.grad(lambda *inputs: forward(*inputs).astype(jnp.float32).sum(), (0, 1))(params, x)
+
+    return gradient if backward else forward, params, x
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_on_one_device_an_expert_layer_costs_its_top_k_products(platform, backward):
+    function, params, x = layer(MODEL, backward)
+    if platform == "cpu":
+        text = jax.jit(function).lower(params, x).compile().as_text()
+    else:
+        device = aot.tpu_devices("v5p")[0]
+        mesh = sharding.make_mesh(MeshConfig(), [device])
+        with jax.set_mesh(mesh):
+            text = aot.compile_for(device, function, params, x).as_text()
+    flops = read_costs(text, compile_report.kernel_flops(1.0)).flops(most=True)
+    products = (9 if backward else 3) * PRODUCTS
+    assert products <= flops <= 1.1 * products
+
+
+@pytest.mark.parametrize(("backward", "products"), [(False, 3), (True, 12)])
+def test_sharded_an_expert_layer_costs_at_most_its_buffers(backward, products):
+    """Backward takes the forward products again: autodiff would keep the arrays of both branches."""
+    mesh = sharding.make_mesh(MeshConfig(expert=4), aot.tpu_devices("v5p"))
+    function, params, x = layer(MODEL, backward)
+
+    def put(struct, spec):
+        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    def place(keys, leaf):
+        return put(leaf, sharding.spec(f"experts.{keys[0].key}"))
+
+    params = jax.tree_util.tree_map_with_path(place, params)
+    x = put(jax.ShapeDtypeStruct((4 * ROWS, *x.shape[1:]), x.dtype), jax.sharding.PartitionSpec(sharding.BATCH))
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(function).trace(params, x).lower(lowering_platforms=("tpu",))
+        text = lowered.compile().as_text()
+    flops = read_costs(text, compile_report.kernel_flops(1.0)).flops()
+    assert products * PRODUCTS <= flops <= 1.02 * BUFFER * products * PRODUCTS
