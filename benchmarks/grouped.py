@@ -4,7 +4,8 @@
 
 Experts of `width` columns each get rows of `d-model` numbers, `top-k` for each token, unevenly shared out. Against each
 of their products stands the same product with one matrix for all rows; against the experts' whole SwiGLU, forward and
-backward, a dense SwiGLU of top-k times the width on the tokens themselves. Routing is no part of either.
+backward, a dense SwiGLU of top-k times the width on the tokens themselves. Last the model's own layers, `moe.Experts`,
+its router and the way of the rows included, against `layers.MLP` of that width: forward, and forward and backward.
 
 The two take turns, and each number is a median over `rounds`. FLOPs are those of the compiled program's products, a
 loop's counted once for each of its turns, over those that the rows need. `cores` is CPU time over wall time: where it
@@ -22,9 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.interpreters import partial_eval as pe
 
+from gattn.config import ModelConfig
 from gattn.kernels.grouped import choose_grouped, grouped_dot
+from gattn.layers import MLP
+from gattn.moe import Experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +76,12 @@ def pairs(sizes: Sizes, implementation: str | None = None) -> list[Pair]:
 
     def gradient(multiply: Callable[..., Any], which: int) -> Callable[..., Any]:
         def run(dout: Any, lhs: Any, rhs: Any, *more: Any) -> Any:
-            return jax.vjp(lambda lhs, rhs: multiply(lhs, rhs, *more), lhs, rhs)[1](dout)[which]
+            operands = [lhs, rhs]
+
+            def alone(x: Any) -> Any:
+                return multiply(*operands[:which], x, *operands[which + 1 :], *more)
+
+            return jax.vjp(alone, operands[which])[1](dout)[0]
 
         return run
 
@@ -97,6 +107,34 @@ def pairs(sizes: Sizes, implementation: str | None = None) -> list[Pair]:
 
     dense = both(jnp.matmul), (tokens, tokens, up, up[::-1], array(dense_width, sizes.d_model))
     return [*found, Pair("SwiGLU", dense, (both(product), (rows, rows, gate, matrices, down, counts)), 9 * one)]
+
+
+def layer_pairs(sizes: Sizes) -> list[Pair]:
+    """The model's layers; the router's balance is that of its initial weights."""
+    model = ModelConfig(
+        d_model=sizes.d_model,
+        ffn_dim=sizes.top_k * sizes.width,
+        match_params=False,
+        num_experts=sizes.experts,
+        experts_per_token=sizes.top_k,
+        expert_dim=sizes.width,
+    )
+    x = jax.random.normal(jax.random.key(0), (sizes.tokens // 256, 256, sizes.d_model))
+    one = 2.0 * sizes.rows * sizes.d_model * sizes.width
+    forward, backward = [], []
+    for module in (MLP, Experts):
+        graph, parameters = nnx.split(module(model, nnx.Rngs(params=0)))
+
+        def layer(parameters: Any, x: Any, graph: Any = graph, routed: bool = module is Experts) -> Any:
+            y = nnx.merge(graph, parameters)(x)
+            return y[0] if routed else y
+
+        def gradients(parameters: Any, x: Any, layer: Any = layer) -> Any:
+            return jax.grad(lambda parameters, x: jnp.square(layer(parameters, x)).sum(), (0, 1))(parameters, x)
+
+        forward.append((layer, (parameters, x)))
+        backward.append((gradients, (parameters, x)))
+    return [Pair("layer", *forward, 3 * one), Pair("+ grads", *backward, 9 * one)]
 
 
 def product_flops(function: Callable[..., Any], *arguments: Any) -> float:
@@ -157,7 +195,7 @@ def main() -> None:
     name = choose_grouped(*found[0].grouped[1][:2], implementation=implementation)
     print(f'{sizes}, float32, "{name}" on {jax.devices()[0].device_kind}, jax {jax.__version__}, {rounds} rounds')
     print("          dense ms      ours     time      FLOPs       cores")
-    for pair in found:
+    for pair in [*found, *layer_pairs(sizes)]:
         print(measure(pair, rounds), flush=True)
 
 

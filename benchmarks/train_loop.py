@@ -22,6 +22,7 @@ from configs.models import small, tiny
 from gattn.checkpoint import Checkpoints
 from gattn.config import Config, override
 from gattn.data.loader import open_source
+from gattn.sharding import make_mesh
 from gattn.train import _Interrupted, _Run
 
 NEVER = 10**6
@@ -68,9 +69,9 @@ def probe(run: _Run) -> float:
 
 def measure(name: str, config: Config, steps: int, rounds: int, folder: Path) -> None:
     console = Console(quiet=True)
-    source = open_source(config)
-    with Checkpoints(folder / "checkpoints", config.train) as checkpoints:
-        run = _Run(config, folder, source, checkpoints, console, lambda: None, None)
+    source, mesh = open_source(config), make_mesh(config.mesh)
+    with jax.set_mesh(mesh), Checkpoints(folder / "checkpoints", config.train) as checkpoints:
+        run = _Run(config, folder, source, checkpoints, console, lambda: None, None, mesh)
         run.log.evaluated[0] = {}  # the evaluation before the first step is not what is measured
         batch = jax.device_put(next(source.train(0)))
         bare(run, batch, 2), loop(run, 2), probe(run)  # compiled now

