@@ -39,8 +39,8 @@ class Checkpoints:
 
     Each is written in the background and appears whole or not at all. Its metadata hold a checksum of the state, so
     that damage anywhere between the device and the disk is found when it is read again, on a disk as in a bucket.
-    Of several processes each calls everything here, and what fails in one fails in all; what was saved by some devices
-    can be restored on any others.
+    Of several processes each calls everything here; what was saved by some devices can be restored on any others. What
+    cannot be read by one process is not read by any; one that cannot write ends, and with it the others.
     """
 
     def __init__(self, directory: Path, train: TrainConfig | None = None):
@@ -115,8 +115,7 @@ class Checkpoints:
             return
         kept = {**metadata, "checksum": checksum(state)}
         try:
-            checkpointer = self._checkpointer
-            self._writing = together(lambda: checkpointer.save_async(step, state, force=True, custom_metadata=kept))
+            self._writing = self._checkpointer.save_async(step, state, force=True, custom_metadata=kept)
         except Exception as error:  # orbax and tensorstore raise many kinds
             raise CheckpointError(_cannot_write(self.directory / str(step), error)) from error
 
@@ -129,7 +128,7 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         if writing:
             try:
-                together(writing.result)
+                writing.result()
             except Exception as error:  # orbax and tensorstore raise many kinds
                 raise CheckpointError(_cannot_write(self.directory, error)) from error
 

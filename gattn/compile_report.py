@@ -320,7 +320,7 @@ def command(argv: list[str], find_preset: Callable[[str], Config], add_gate: Cal
         topology: Annotated[str, tyro.conf.arg(help="v5e, v5p or v6e with a torus, as v5p:8x8x8; or h200:64")]
         preset: Annotated[str, tyro.conf.arg(help="As for train")] = "tiny"
         gate: Annotated[str, tyro.conf.arg(help="As for train")] = "baseline"
-        mesh: Annotated[tyro.conf.Suppress[str], tyro.conf.arg(help="Axes and their devices: fsdp=64,expert=8")] = ""
+        mesh: Annotated[str, tyro.conf.arg(help="All axes of the mesh at once: fsdp=64,expert=8")] = ""
         json: Annotated[str, tyro.conf.arg(help="Also write the report into this file")] = ""
         hlo: Annotated[str, tyro.conf.arg(help="Also write the compiled program into this file")] = ""
 

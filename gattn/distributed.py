@@ -1,8 +1,9 @@
 """Several processes that train one run: how they find each other, and end alike. One process needs nothing of it.
 
 Process 0 alone writes into the run's folder, which all of them see (a shared file system, or a bucket). An error that
-only one process meets would leave the others waiting for it: what may fail is therefore done by `decided` or
-`together`, after which every process raises it. Errors within a step are not exchanged; there JAX ends the others.
+only one process meets would leave the others waiting for it: what may fail before the first step is therefore done by
+`decided` or `together`, after which every process raises it. After that (a full disk, a crash) the process that fails
+says why, and JAX ends the others when it has waited for them for `PATIENCE`.
 """
 
 import pickle
@@ -16,7 +17,7 @@ from jax.experimental import multihost_utils
 from gattn.config import ConfigError
 
 T = TypeVar("T")
-PATIENCE = 30  # seconds that a process which ends waits for the others to end; those that then still run are ended
+PATIENCE = 30  # seconds
 
 
 def initialize(how: str) -> None:

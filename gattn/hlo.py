@@ -280,10 +280,21 @@ def parse(text: str) -> Program:
         else:
             instruction = _instruction(line)
             if instruction is not None:
+                for name in instruction.operands:
+                    _add_element(current, name)
                 current.instructions[instruction.name] = instruction
     if entry is None:
         raise ValueError("no ENTRY computation: this is not the text of a compiled program")
     return Program(computations, entry)
+
+
+def _add_element(computation: Computation, name: str) -> None:
+    """Dumps write `%state#1` for an element of a tuple, without an instruction that takes it."""
+    of, _, index = name.rpartition("#")
+    if of in computation.instructions and name not in computation.instructions:
+        shapes = computation.instructions[of].shapes[int(index) : int(index) + 1]
+        element = Instruction(name, "get-tuple-element", shapes, (of,), f"index={index}", "", False)
+        computation.instructions[name] = element
 
 
 def _instruction(line: str) -> Instruction | None:

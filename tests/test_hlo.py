@@ -139,13 +139,12 @@ TPU = """HloModule jit_step, is_scheduled=true
 
 %body (state.1: (s32[], bf16[16,64])) -> (s32[], bf16[16,64]) {
   %state.1 = (s32[]{:T(128)}, /*index=1*/bf16[16,64]{1,0:T(8,128)(2,1)}) parameter(0)
-  %i.1 = s32[]{:T(128)} get-tuple-element(%state.1), index=0
   %x.1 = bf16[16,64]{1,0:T(8,128)(2,1)} get-tuple-element(%state.1), index=1
   %all-gather-start = (bf16[16,64]{1,0}, bf16[64,64]{1,0:T(8,128)(2,1)S(1)}) all-gather-start(%x.1), GATHER
   %all-gather-done = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} all-gather-done(%all-gather-start)
   %next = bf16[16,64]{1,0:T(8,128)(2,1)} collective-permute(%x.1), source_target_pairs={{0,4},{4,0},{1,5},{5,1}}
   %one = s32[]{:T(128)} constant(1)
-  %plus = s32[]{:T(128)} add(%i.1, %one)
+  %plus = s32[]{:T(128)} add(%state.1#0, %one)
   ROOT %both = (s32[]{:T(128)}, bf16[16,64]{1,0}) tuple(%plus, %next)
 }
 

@@ -2,14 +2,16 @@
 
 import dataclasses
 import itertools
+import os
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from configs.models import PRESETS
 from gattn import aot, compile_report, hlo, moe, sharding
-from gattn.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from gattn.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig, override
 from gattn.hlo_cost import read_costs
 
 EXPERTS, TOP_K, SIZE, WIDTH, LENGTH, BUFFER = 32, 2, 256, 384, 512, 2.0
@@ -30,12 +32,14 @@ MODEL = ModelConfig(
 )
 
 
-def small(mesh: str, **model) -> Config:
+def small(mesh: str, batch_size: int = 8, **model) -> Config:
+    model = dataclasses.replace(MODEL, **model)
+    weights = {"balance_loss": 0.01, "router_z_loss": 1e-3} if model.num_experts else {}
     return Config(
-        model=dataclasses.replace(MODEL, **model),
-        data=DataConfig(seq_len=LENGTH, batch_size=8, eval_sequences=8),
+        model=model,
+        data=DataConfig(seq_len=LENGTH, batch_size=batch_size, eval_sequences=8),
         optim=OptimConfig(warmup_steps=1),
-        train=TrainConfig(steps=10, loss_chunk=512, balance_loss=0.01, router_z_loss=1e-3),
+        train=TrainConfig(steps=10, loss_chunk=512, **weights),
         mesh=MeshConfig.parse(mesh),
     )
 
@@ -68,7 +72,8 @@ def expert_weights_stay_on_their_devices(compiled, costs):
 def no_array_is_as_large_as_tokens_times_experts_times_width(config, compiled, costs):
     """Not even in the branch with room for all rows that could ever arrive."""
     tokens = config.data.batch_size * LENGTH // compiled.mesh.size
-    shape, made = max(costs.program.arrays(), key=lambda one: one[0].size)
+    arrays = (one for one in costs.program.arrays() if one[0].dtype != "s8")  # cuBLAS' room for its own use
+    shape, made = max(arrays, key=lambda one: one[0].size)
     assert shape.size < tokens * EXPERTS * min(SIZE, WIDTH), (shape, made.op_name)
 
 
@@ -90,8 +95,8 @@ ROWS = 4
 PRODUCTS = ROWS * LENGTH * TOP_K * 2.0 * SIZE * WIDTH  # one product of every token with its experts
 
 
-def layer(model: ModelConfig, backward: bool):
-    """The expert layer, or its gradient, and its arguments' shapes."""
+def layer(model: ModelConfig):
+    """An expert layer's gradient, and its arguments' shapes."""
     graph, params = nnx.split(nnx.eval_shape(lambda: moe.Experts(model, nnx.Rngs(params=0))))
     x = jax.ShapeDtypeStruct((ROWS, LENGTH, SIZE), jnp.bfloat16)
 
@@ -99,15 +104,15 @@ def layer(model: ModelConfig, backward: bool):
         return nnx.merge(graph, params)(x)[0]
 
     def gradient(params, x):
-        return jax.grad(lambda *inputs: forward(*inputs).astype(jnp.float32).sum(), (0, 1))(params, x)
+        return jax.grad(lambda *inputs: jnp.square(forward(*inputs).astype(jnp.float32)).sum(), (0, 1))(params, x)
 
-    return gradient if backward else forward, params, x
+    return gradient, params, x
 
 
-@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_on_one_device_an_expert_layer_costs_its_top_k_products(platform, backward):
-    function, params, x = layer(MODEL, backward)
+def test_on_one_device_an_expert_layer_costs_its_top_k_products(platform):
+    """3 products forward, 6 backward."""
+    function, params, x = layer(MODEL)
     if platform == "cpu":
         text = jax.jit(function).lower(params, x).compile().as_text()
     else:
@@ -116,15 +121,14 @@ def test_on_one_device_an_expert_layer_costs_its_top_k_products(platform, backwa
         with jax.set_mesh(mesh):
             text = aot.compile_for(device, function, params, x).as_text()
     flops = read_costs(text, compile_report.kernel_flops(1.0)).flops(most=True)
-    products = (9 if backward else 3) * PRODUCTS
-    assert products <= flops <= 1.1 * products
+    assert 9 * PRODUCTS <= flops <= 1.1 * 9 * PRODUCTS
 
 
-@pytest.mark.parametrize(("backward", "products"), [(False, 3), (True, 12)])
-def test_sharded_an_expert_layer_costs_at_most_its_buffers(backward, products):
-    """Backward takes the forward products again: autodiff would keep the arrays of both branches."""
+def test_sharded_an_expert_layer_costs_at_most_its_buffers():
+    """3 products forward, and 9 backward, which takes the forward ones again: autodiff would keep the arrays of both
+    branches."""
     mesh = sharding.make_mesh(MeshConfig(expert=4), aot.tpu_devices("v5p"))
-    function, params, x = layer(MODEL, backward)
+    function, params, x = layer(MODEL)
 
     def put(struct, spec):
         return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
@@ -138,4 +142,52 @@ def test_sharded_an_expert_layer_costs_at_most_its_buffers(backward, products):
         lowered = jax.jit(function).trace(params, x).lower(lowering_platforms=("tpu",))
         text = lowered.compile().as_text()
     flops = read_costs(text, compile_report.kernel_flops(1.0)).flops()
-    assert products * PRODUCTS <= flops <= 1.02 * BUFFER * products * PRODUCTS
+    assert 12 * PRODUCTS <= flops <= 1.02 * BUFFER * 12 * PRODUCTS
+
+
+def test_what_does_not_fit_says_what_is_large_and_what_to_change(capfd):
+    """1,024 sequences of a small model at once on a chip with 16 GiB."""
+
+    def preset(name):
+        return small("data=4", 4096, num_experts=0, experts_per_token=0, expert_dim=0, remat="none")
+
+    assert compile_report.command(["--topology", "v5e"], preset, lambda config, name: config) == 1
+    said = capfd.readouterr().err
+    assert "out of memory: a step needs" in said
+    assert "of a device's 15.8 GiB" in said
+    assert "bf16[" in said  # the largest arrays, with where they come from
+    assert "--train.accumulation 2 (now 1024 sequences at a time on a device); --model.remat full" in said
+
+
+def test_attention_that_cannot_be_compiled_here_is_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"--model\.attention gpu"):
+        compile_report.command(["--topology", "h200:8"], lambda name: small("data=8"), lambda config, name: config)
+
+
+# Topology, mesh, and what the preset's docstring changes on such chips.
+MACHINES = {
+    "tiny": ("v5p", "data=4", {}),
+    "small": ("v5e", "data=4", {"model.dtype": "bfloat16"}),
+    "base": ("v5e:4x4", "fsdp=16", {}),
+    "dense_1p7b_28l": ("v5p:4x4x4", "data=4,fsdp=16", {}),
+    "dense_1p7b_48l": ("v6e:16x16", "data=4,fsdp=64", {}),
+    "moe_tiny": ("v5p", "expert=4", {}),
+    "moe_small": ("v5p", "expert=4", {}),
+    "moe_15a2b": ("v5p:8x8x8", "fsdp=64,expert=8", {}),
+}
+# The others take one to three minutes of CPU each: GATTN_COMPILE=all.
+QUICK = ("tiny", "moe_tiny")
+
+
+def test_every_preset_has_a_machine():
+    assert MACHINES.keys() == PRESETS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MACHINES if os.environ.get("GATTN_COMPILE") == "all" else QUICK)
+def test_presets_fit(name):
+    topology, mesh, changes = MACHINES[name]
+    config = dataclasses.replace(override(PRESETS[name](), changes), mesh=MeshConfig.parse(mesh))
+    report = compile_report.compile_report(config, topology)
+    assert report.fits
+    assert report.memory["needed"] < report.memory["limit"]
