@@ -302,7 +302,7 @@ def failure(report: Report, config: Config) -> str:
 
 
 def command(argv: list[str], find_preset: Callable[[str], Config], add_gate: Callable[[Config, str], Config]) -> int:
-    """`python -m gattn compile`; returns the exit code: 1 where the step does not fit."""
+    """`python -m gattn compile`; returns the exit code: 1 where the step does not fit or the compiler is missing."""
     import tyro
 
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -338,7 +338,7 @@ def command(argv: list[str], find_preset: Callable[[str], Config], add_gate: Cal
         if isinstance(error, jax.errors.JaxRuntimeError):
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     if given.hlo:
         Path(given.hlo).write_text(compiled.text, encoding="utf-8")
     report = read(compiled, config, given.topology)
