@@ -1,6 +1,6 @@
 # make demo   set up, train the small models and print Table 4 (15 to 20 minutes on 2 cores)
 # make test   set up, run every test
-# make test-aot   compile the kernels for TPUs and GPUs that are not here (Linux x86-64; installs 1.3 GB in .venv-aot)
+# make test-aot   compile the kernels for TPUs and GPUs that are not here (Linux x86-64; installs 1.8 GB in .venv-aot)
 # make test-slurm   run sweeps on a Slurm cluster of this one machine (Debian or Ubuntu; root, to install Slurm and munge)
 # make lint   ruff and mypy        make clean   remove the environment and caches, keep runs/
 

@@ -5,17 +5,22 @@ import contextlib
 import json
 import math
 import os
+import platform
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from gattn import __version__
 from gattn.config import Config, to_json
 from gattn.files import is_local, write_atomically
+from gattn.kernels.api import choose_implementation
 
 PART_LINES = 2000  # of metrics, where a file cannot be appended to
 
@@ -278,3 +283,34 @@ class ProgressLine:
 
     def stop(self) -> None:
         self._bar.stop()
+
+
+def environment(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """What ran where, the attention implementation included."""
+    model, length = config.model, config.data.seq_len
+    query, key = (
+        jax.ShapeDtypeStruct((1, length, heads, model.head_dim), model.dtype)
+        for heads in (model.num_heads, model.num_kv_heads)
+    )
+    attention = choose_implementation(
+        query,
+        key,
+        key,
+        is_causal=True,
+        segment_ids=None if config.data.attend_across_documents else jax.ShapeDtypeStruct((1, length), "int32"),
+        sinks=None if model.softmax == "standard" else jax.ShapeDtypeStruct((model.num_heads,), "float32"),
+        implementation=None if model.attention == "auto" else model.attention,
+    )
+    return {
+        "gattn": __version__,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "platform": jax.default_backend(),
+        "device_kind": jax.devices()[0].device_kind,
+        "cpu": f"{platform.system()} {platform.machine()}",
+        "attention": attention,
+        "dtype": config.model.dtype,
+        "mesh": dict(mesh.shape),
+        "devices": mesh.size,
+        "processes": jax.process_count(),
+    }

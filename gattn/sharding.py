@@ -117,8 +117,11 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
 
 def _cubes(devices: list[jax.Device], sizes: tuple[int, ...]) -> np.ndarray | None:
     """Devices in the order of a mesh whose axis `expert` has sides as equal as they can be in every dimension; None if
-    they are no whole torus, or if the axis is not alone among the last, or no power of two that fits."""
+    they are no whole torus of TPUs (GPUs have coordinates too, of host and slot), or if the axis is not alone among the
+    last, or no power of two that fits."""
     *_, expert, context, tensor = sizes
+    if devices[0].platform != "tpu":
+        return None
     places = {tuple(getattr(device, "coords", ())): device for device in devices}
     shape = tuple(1 + max(axis) for axis in zip(*places, strict=True))
     if expert == 1 or context * tensor > 1 or not shape or not len(places) == math.prod(shape) == len(devices):

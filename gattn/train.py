@@ -12,7 +12,6 @@ import functools
 import importlib.util
 import json
 import math
-import platform
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -24,14 +23,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from gattn import __version__, metrics, model, moe, probes, sharding
+from gattn import metrics, model, moe, probes, sharding
 from gattn.checkpoint import CheckpointError, Checkpoints
 from gattn.config import Config, ConfigError, to_json
 from gattn.data.loader import Batch, Source, open_source
 from gattn.distributed import decided, is_first, together
 from gattn.files import is_local, run_directory, write_atomically
 from gattn.guard import TrainingError, claim, lock, read_json, signals
-from gattn.kernels.api import choose_implementation
 from gattn.loss import describe
 from gattn.resume import NONE_LEFT, newest, same_data
 from gattn.step import (
@@ -392,7 +390,7 @@ class _Run:
                 "tokens": trained,
                 "vocab_size": self.source.vocab_size,
             },
-            "environment": environment(config, self.mesh),
+            "environment": metrics.environment(config, self.mesh),
             "time": {"train_s": self.seconds, "tokens_per_s": speed, "mfu": self.utilisation(speed)},
             "eval": {**evaluated, "initial_loss": evals[0][1]},
             "probes": measured,
@@ -428,34 +426,3 @@ class _Run:
         if self.config.train.wandb:
             sinks.append(metrics.WandB(self.config.train.wandb, self.config))
         return sinks
-
-
-def environment(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """What ran where, the attention implementation included."""
-    model, length = config.model, config.data.seq_len
-    query, key = (
-        jax.ShapeDtypeStruct((1, length, heads, model.head_dim), model.dtype)
-        for heads in (model.num_heads, model.num_kv_heads)
-    )
-    attention = choose_implementation(
-        query,
-        key,
-        key,
-        is_causal=True,
-        segment_ids=None if config.data.attend_across_documents else jax.ShapeDtypeStruct((1, length), "int32"),
-        sinks=None if model.softmax == "standard" else jax.ShapeDtypeStruct((model.num_heads,), "float32"),
-        implementation=None if model.attention == "auto" else model.attention,
-    )
-    return {
-        "gattn": __version__,
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "platform": jax.default_backend(),
-        "device_kind": jax.devices()[0].device_kind,
-        "cpu": f"{platform.system()} {platform.machine()}",
-        "attention": attention,
-        "dtype": config.model.dtype,
-        "mesh": dict(mesh.shape),
-        "devices": mesh.size,
-        "processes": jax.process_count(),
-    }

@@ -191,3 +191,10 @@ def test_presets_fit(name):
     report = compile_report.compile_report(config, topology)
     assert report.fits
     assert report.memory["needed"] < report.memory["limit"]
+
+
+def test_experts_of_gpus_are_distributed_within_a_host():
+    """NVLink connects eight; the cards between hosts are nine times as slow."""
+    mesh = sharding.make_mesh(MeshConfig.parse("fsdp=2,expert=8"), aot.devices("h200:16"))
+    for host in mesh.devices.reshape(2, 8):
+        assert len({device.process_index for device in host}) == 1
