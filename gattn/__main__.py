@@ -51,26 +51,16 @@ def main(argv: list[str] | None = None) -> int:
 def train_command(argv: list[str]) -> int:
     """Trains one run, or shows it (`--dry-run`)."""
     from configs.models import PRESETS
-    from configs.variants import NAMES, apply
+    from configs.variants import NAMES
 
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    chooser.add_argument("--preset", default="tiny")
-    chooser.add_argument("--config")
-    chooser.add_argument("--gate")
-    chooser.add_argument("--mesh", default="")
-    chosen, rest = chooser.parse_known_args(argv)
-    config = _read_config(Path(chosen.config)) if chosen.config else find_preset(chosen.preset, PRESETS)
-    if chosen.gate:
-        config = apply(config, chosen.gate)
-    if chosen.mesh:
-        config = dataclasses.replace(config, mesh=MeshConfig.parse(chosen.mesh))
+    config, named, rest = choose(argv)
 
     @dataclass(frozen=True)
     class Train:
         """Trains a decoder; the same command goes on where an interrupted run stopped."""
 
         config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
-        preset: Annotated[str, tyro.conf.arg(help=f"{', '.join(PRESETS)}, or package.module:function")] = chosen.preset
+        preset: Annotated[str, tyro.conf.arg(help=f"{', '.join(PRESETS)}, or package.module:function")] = named
         config_file: Annotated[str, tyro.conf.arg(name="config", help="A config.json, instead of a preset")] = ""
         gate: Annotated[str, tyro.conf.arg(help=f"One of {', '.join(NAMES)}; several joined by +")] = "baseline"
         mesh: Annotated[str, tyro.conf.arg(help="All axes of the mesh at once: data=2,fsdp=4")] = ""
@@ -164,11 +154,29 @@ def prepare_command(argv: list[str]) -> int:
 
 def compile_command(argv: list[str]) -> int:
     """Compiles a train step for machines that are not there, and says what it needs and takes."""
-    from configs.models import PRESETS
-    from configs.variants import apply
     from gattn import compile_report
 
-    return compile_report.command(argv, lambda name: find_preset(name, PRESETS), apply)
+    config, _, rest = choose(argv)
+    return compile_report.command(config, rest)
+
+
+def choose(argv: list[str]) -> tuple[Config, str, list[str]]:
+    """The config that --preset or --config, --gate and --mesh make, the preset's name, and the other arguments."""
+    from configs.models import PRESETS
+    from configs.variants import apply
+
+    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chooser.add_argument("--preset", default="tiny")
+    chooser.add_argument("--config")
+    chooser.add_argument("--gate")
+    chooser.add_argument("--mesh", default="")
+    chosen, rest = chooser.parse_known_args(argv)
+    config = _read_config(Path(chosen.config)) if chosen.config else find_preset(chosen.preset, PRESETS)
+    if chosen.gate:
+        config = apply(config, chosen.gate)
+    if chosen.mesh:
+        config = dataclasses.replace(config, mesh=MeshConfig.parse(chosen.mesh))
+    return config, chosen.preset, rest
 
 
 def _fitting(index: dict[str, Any]) -> str:

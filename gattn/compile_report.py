@@ -4,13 +4,11 @@ Nothing is measured. Memory is the compiler's; FLOPs, memory traffic and communi
 program (`gattn.hlo_cost`), and times are a roofline (`gattn.roofline`).
 """
 
-import argparse
 import dataclasses
 import json
 import math
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +17,7 @@ import jax
 import numpy as np
 
 from gattn import aot, hlo, model
-from gattn.config import Config, ConfigError, MeshConfig
+from gattn.config import Config, ConfigError
 from gattn.hlo_cost import Costs, KernelFlops, read_costs
 from gattn.kernels.api import KERNEL_FROM
 from gattn.metrics import PEAK_FLOPS
@@ -301,16 +299,10 @@ def failure(report: Report, config: Config) -> str:
     return "\n".join((*lines, "what helps: " + "; ".join(advice)))
 
 
-def command(argv: list[str], find_preset: Callable[[str], Config], add_gate: Callable[[Config, str], Config]) -> int:
-    """`python -m gattn compile`; returns the exit code: 1 where the step does not fit or the compiler is missing."""
+def command(config: Config, argv: list[str]) -> int:
+    """`python -m gattn compile` of a chosen config, of which `argv` may override fields; returns the exit code: 1 where
+    the step does not fit or the compiler is missing."""
     import tyro
-
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--preset", "--gate", "--mesh"):
-        chooser.add_argument(name)
-    chosen, rest = chooser.parse_known_args(argv)
-    config = find_preset(chosen.preset or "tiny")
-    config = add_gate(config, chosen.gate) if chosen.gate else config
 
     @dataclass(frozen=True)
     class Compile:
@@ -319,14 +311,13 @@ def command(argv: list[str], find_preset: Callable[[str], Config], add_gate: Cal
         config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
         topology: Annotated[str, tyro.conf.arg(help="v5e, v5p or v6e with a torus, as v5p:8x8x8; or h200:64")]
         preset: Annotated[str, tyro.conf.arg(help="As for train")] = "tiny"
+        config_file: Annotated[str, tyro.conf.arg(name="config", help="A config.json, instead of a preset")] = ""
         gate: Annotated[str, tyro.conf.arg(help="As for train")] = "baseline"
         mesh: Annotated[str, tyro.conf.arg(help="All axes of the mesh at once: fsdp=64,expert=8")] = ""
         json: Annotated[str, tyro.conf.arg(help="Also write the report into this file")] = ""
         hlo: Annotated[str, tyro.conf.arg(help="Also write the compiled program into this file")] = ""
 
-    if chosen.mesh:
-        config = dataclasses.replace(config, mesh=MeshConfig.parse(chosen.mesh))
-    given = tyro.cli(Compile, default=Compile(config, "v5p"), args=rest, prog="python -m gattn compile")
+    given = tyro.cli(Compile, default=Compile(config, "v5p"), args=argv, prog="python -m gattn compile")
     aot.prepare()
     config = given.config
     _check_attention(config, given.topology)

@@ -94,7 +94,6 @@ _summed.defvjp(_forward, _backward)
 def _on_devices(part: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
     """`part` (hidden, matrix, targets) -> (two sums, and the gradients of hidden and matrix, if it takes them), of
     every device's own positions. The matrix comes in hidden's dtype, whole; its gradient is summed over devices."""
-    axes = (*sharding.BATCH, "context", "tensor")
     positions = PartitionSpec(sharding.BATCH, ("context", "tensor"))
     pieces = sharding.spec("output")
 
@@ -107,8 +106,8 @@ def _on_devices(part: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[A
     def on_one(hidden, matrix, targets):
         matrix = jax.lax.all_gather(matrix.astype(hidden.dtype), sharding.SHARDS, axis=0, tiled=True)
         objective, nll, *gradients = part(hidden, matrix, targets)
-        sums = jax.lax.psum(objective, axes), jax.lax.psum(nll, axes)
-        return (*sums, gradients[0], sharding.sum_pieces(gradients[1], 0, axes)) if gradients else sums
+        sums = jax.lax.psum(objective, sharding.AXES), jax.lax.psum(nll, sharding.AXES)
+        return (*sums, gradients[0], sharding.sum_pieces(gradients[1], 0, sharding.AXES)) if gradients else sums
 
     def run(hidden, matrix, targets):
         taken = jax.eval_shape(cast, hidden, matrix, targets)

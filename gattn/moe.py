@@ -451,26 +451,25 @@ def report(sums: Sums, config: Config) -> dict[str, Any]:
     `moe/max_load`, the busiest expert's load over a balanced one, largest over layers; `moe/z`, squared log-partition;
     `moe/overflow`, how many of the step's dispatches took the largest buffer.
     """
-    tokens, top_k = sums["tokens"], config.model.experts_per_token
-    load = sums["counts"] * config.model.num_experts / (tokens[:, None] * top_k)
-    values = (
-        balance_loss(sums["counts"], sums["probabilities"], tokens, top_k).mean(),
-        (sums["entropy"] / tokens).mean(),
-        load.max(),
-        (sums["z"] / tokens).mean(),
-        sums["overflow"].sum(),
-    )
+    load, balance, entropy = _by_layer(sums, config)
+    z = (sums["z"] / sums["tokens"]).mean()
+    values = (balance.mean(), entropy.mean(), load.max(), z, sums["overflow"].sum())
     return dict(zip(METRICS, values, strict=True))
 
 
 def summarise(sums: Sums, config: Config) -> dict[str, Any]:
     """What evaluation found out about the experts, from its sums [L, ...]: by layer the load of every expert over a
     balanced one, the balance loss and the entropy of the router's distribution in nats."""
-    tokens, top_k = sums["tokens"], config.model.experts_per_token
-    load = sums["counts"] * config.model.num_experts / (tokens[:, None] * top_k)
-    balance = balance_loss(sums["counts"], sums["probabilities"], tokens, top_k)
+    load, balance, entropy = _by_layer(sums, config)
     return {
         "load": [[round(float(x), 4) for x in layer] for layer in load],
         "balance_loss": [round(float(x), 5) for x in balance],
-        "entropy": [round(float(x), 4) for x in sums["entropy"] / tokens],
+        "entropy": [round(float(x), 4) for x in entropy],
     }
+
+
+def _by_layer(sums: Sums, config: Config) -> tuple[Float[Array, "L E"], Float[Array, "L"], Float[Array, "L"]]:
+    """Every expert's load over a balanced one, the balance loss, the router's entropy."""
+    tokens, top_k = sums["tokens"], config.model.experts_per_token
+    load = sums["counts"] * config.model.num_experts / (tokens[:, None] * top_k)
+    return load, balance_loss(sums["counts"], sums["probabilities"], tokens, top_k), sums["entropy"] / tokens

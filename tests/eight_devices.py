@@ -5,9 +5,7 @@ tests/test_sharded.py runs it once and has a test for each property.
 
 from __future__ import annotations
 
-import json
 import re
-import traceback
 from functools import cache, partial
 
 import jax
@@ -18,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from gattn import gated_dot_product_attention
 from gattn.kernels import api, vjp
 from tests.attention import normal, primitives, qkv, quick, relative_error
+from tests.eight import print_all
 
 P = PartitionSpec
 LAYOUTS = {
@@ -155,16 +154,6 @@ CHECKS = {
 }
 
 
-def main():
-    found = {}
-    for name, check in CHECKS.items():
-        try:
-            found[name] = check()
-        except Exception:
-            found[name] = traceback.format_exc()
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    print_all(CHECKS)

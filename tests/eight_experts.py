@@ -6,8 +6,6 @@ here.
 
 from __future__ import annotations
 
-import json
-import traceback
 from functools import cache, partial
 
 import jax
@@ -19,6 +17,7 @@ from jax.sharding import PartitionSpec
 from gattn import moe, sharding
 from gattn.config import MeshConfig, ModelConfig
 from tests.attention import quick
+from tests.eight import print_all
 
 MESHES = {
     "expert=8": 1.5,
@@ -194,16 +193,6 @@ CHECKS = {
 }
 
 
-def main():
-    found = {}
-    for name, check in CHECKS.items():
-        try:
-            found[name] = check()
-        except Exception:
-            found[name] = traceback.format_exc()
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    print_all(CHECKS)

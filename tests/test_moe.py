@@ -5,13 +5,8 @@ What happens on 8 devices runs in one process, tests/eight_experts.py.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import hypothesis.strategies as st
 import jax
@@ -24,9 +19,9 @@ from configs.models import moe_tiny
 from gattn import moe
 from gattn.config import override
 from tests.attention import primitives, quick
+from tests.eight import found_by
 from tests.eight_experts import LOADS, MESHES, by_token, config, everything, layer, problem, wrong
 
-ROOT = Path(__file__).resolve().parent.parent
 RUN = quick(partial(layer, config()))
 
 
@@ -195,10 +190,7 @@ def test_the_report_names_load_entropy_and_overflows():
 
 @pytest.fixture(scope="module")
 def found():
-    command = [sys.executable, "-m", "tests.eight_experts"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return found_by("tests.eight_experts")
 
 
 @pytest.mark.parametrize("load", LOADS)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.eight import found_by
+
 LAYOUTS = ("rows and heads", "batch over both", "batch alone", "not at all")
 SPLITS = [("batch and heads", 8), ("batch and heads", 1), *((layout, 2) for layout in LAYOUTS)]
 
 
 @pytest.fixture(scope="module")
 def found():
-    command = [sys.executable, "-m", "tests.eight_devices"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return found_by("tests.eight_devices")
 
 
 @pytest.mark.parametrize("axes", ["automatic", "explicit"])

@@ -1,11 +1,6 @@
 """The jitted step: accumulation, z-loss, averages, and a state that a bad batch cannot touch."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +13,8 @@ from experiments.sinkbench import sinkbench_config
 from gattn import model
 from gattn.config import Config, override
 from gattn.step import METRICS, State, abstract_state, new_state, train_step
+from tests.eight import found_by
 from tests.eight_meshes import MESHES
-
-ROOT = Path(__file__).resolve().parent.parent
 
 SMALL = override(
     apply(sinkbench_config(), "g1_headwise"),
@@ -167,10 +161,7 @@ def test_abstract_state_is_the_state_that_is_made():
 
 @pytest.fixture(scope="module")
 def meshes():
-    command = [sys.executable, "-m", "tests.eight_meshes"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return found_by("tests.eight_meshes")
 
 
 @pytest.mark.slow

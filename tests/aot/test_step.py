@@ -148,10 +148,11 @@ def test_sharded_an_expert_layer_costs_at_most_its_buffers():
 def test_what_does_not_fit_says_what_is_large_and_what_to_change(capfd):
     """1,024 sequences of a small model at once on a chip with 16 GiB."""
 
-    def preset(name):
-        return small("data=4", 4096, num_experts=0, experts_per_token=0, expert_dim=0, remat="none")
-
-    assert compile_report.command(["--topology", "v5e"], preset, lambda config, name: config) == 1
+    model = {"num_experts": 0, "experts_per_token": 0, "expert_dim": 0, "remat": "none"}
+    config = small("data=4", **model)
+    losses = dataclasses.replace(config.train, balance_loss=0.0, router_z_loss=0.0)
+    config = dataclasses.replace(config, train=losses, data=dataclasses.replace(config.data, batch_size=4096))
+    assert compile_report.command(config, ["--topology", "v5e"]) == 1
     said = capfd.readouterr().err
     assert "out of memory: a step needs" in said
     assert "of a device's 15.8 GiB" in said
@@ -161,7 +162,7 @@ def test_what_does_not_fit_says_what_is_large_and_what_to_change(capfd):
 
 def test_attention_that_cannot_be_compiled_here_is_refused_with_the_remedy():
     with pytest.raises(ConfigError, match=r"--model\.attention gpu"):
-        compile_report.command(["--topology", "h200:8"], lambda name: small("data=8"), lambda config, name: config)
+        compile_report.command(small("data=8"), ["--topology", "h200:8"])
 
 
 # Topology, mesh, and what the preset's docstring changes on such chips.
