@@ -1,15 +1,16 @@
 """Grouped products on a CPU against dense ones of the same FLOPs, side by side in one process.
 
-    python -m benchmarks.grouped [--tokens 8192 --experts 64 --top-k 8 --d-model 256 --width 256 --rounds 9]
+    python -m benchmarks.grouped [--tokens 8192 --experts 64 --top-k 8 --d-model 1024 --width 384 --rounds 7]
 
 Experts of `width` columns each get rows of `d-model` numbers, `top-k` for each token, unevenly shared out. Against each
 of their products stands the same product with one matrix for all rows; against the experts' whole SwiGLU, forward and
 backward, a dense SwiGLU of top-k times the width on the tokens themselves. Last the model's own layers, `moe.Experts`,
 its router and the way of the rows included, against `layers.MLP` of that width: forward, and forward and backward.
 
-The two take turns, and each number is a median over `rounds`. FLOPs are those of the compiled program's products, a
-loop's counted once for each of its turns, over those that the rows need. `cores` is CPU time over wall time: where it
-is below that of dense products on a quiet machine, others are at work there, and ratios mean little.
+The two take turns; a time is a median over `rounds`, a ratio the median of the rounds' ratios. FLOPs are those of the
+compiled program's products, a loop's counted once for each of its turns, over those that the rows need. `cores` is CPU
+time over wall time: where it is below that of dense products on a quiet machine, others are at work there, and ratios
+mean little.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Sizes(NamedTuple):
     tokens: int = 8192
     experts: int = 64
     top_k: int = 8
-    d_model: int = 256
-    width: int = 256
+    d_model: int = 1024
+    width: int = 384
 
     @property
     def rows(self) -> int:
@@ -174,10 +175,11 @@ def measure(pair: Pair, rounds: int) -> str:
         clock(*call)
     times = np.array([[clock(*call) for call in calls] for _ in range(rounds)])
     wall = [1e3 * median(times[:, i, 0]) for i in range(2)]
+    ratio = median(times[:, 1, 0] / times[:, 0, 0])
     cores = [times[:, i, 1].sum() / times[:, i, 0].sum() for i in range(2)]
     work = product_flops(grouped, *grouped_arguments) / pair.flops
     return (
-        f"{pair.name:8} {wall[0]:9.1f} {wall[1]:9.1f}   {wall[1] / wall[0]:5.2f} x   {work:5.3f} x     "
+        f"{pair.name:8} {wall[0]:9.1f} {wall[1]:9.1f}   {ratio:5.2f} x   {work:5.3f} x     "
         f"{cores[0]:.2f} {cores[1]:.2f}"
     )
 
@@ -186,7 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in Sizes()._asdict().items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--implementation", help="of grouped_dot; the default is what it chooses")
     options = vars(parser.parse_args())
     rounds, implementation = options.pop("rounds"), options.pop("implementation")

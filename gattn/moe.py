@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gattn import sharding
 from gattn.config import Config, ModelConfig
 from gattn.gates import normal
-from gattn.kernels import tuning
+from gattn.kernels import grouped_cpu, tuning
 from gattn.kernels.grouped import grouped_dot
 
 AXIS = "expert"
@@ -175,23 +175,55 @@ def arrange(experts: Int[Array, "T k"], num_experts: int) -> Routing:
 
 def _here(routing: Routing, x: Array, weights: Array, kernels: Kernels) -> Float[Array, "T D"]:
     """All experts on this device."""
+    if tuning.platform() == "cpu":
+        return _looped(routing, x, weights, kernels)
     order, inverse, counts = routing
     rows, scales = _spread(x, order, inverse, weights.shape[1]), _permute(weights.reshape(-1), order, inverse)
     return _combine(_swiglu(rows, scales, kernels, counts), order, inverse, weights.shape[1])
 
 
-def _swiglu(
-    rows: Float[Array, "R D"], scales: Float[Array, "R"], kernels: Kernels, sizes: Int[Array, "E"]
-) -> Float[Array, "R D"]:
-    """scale * (silu(x W_gate) * x W_up) W_down of rows sorted by expert, of which there are `sizes`; zeros after them.
+@jax.custom_vjp
+def _looped(routing: Routing, x: Array, weights: Array, kernels: Kernels) -> Float[Array, "T D"]:
+    """What `_here` says, in one loop over blocks of rows: on a CPU the way of the rows costs as much as a product."""
+    return _looped_keeping(routing, x, weights, kernels, keep=False)[0]
+
+
+def _looped_keeping(routing, x, weights, kernels, keep=True):
+    order, inverse, counts = routing
+    tokens, scales = order // weights.shape[1], _permute(weights.reshape(-1), order, inverse)
+    rows, kept = grouped_cpu.experts(_activate, x, tokens, scales, kernels, counts, keep=keep)
+    return _combine(rows, order, inverse, weights.shape[1]), (routing, x, scales, kernels, kept)
+
+
+def _looped_backward(residuals, cotangent):
+    (order, inverse, counts), x, scales, kernels, kept = residuals
+    per_token = order.size // x.shape[0]
+    arguments = _activate, x, order // per_token, scales, kernels, counts, kept, cotangent
+    dx, dscales, dkernels = grouped_cpu.experts_gradients(*arguments)
+    dweights = _permute(dscales, inverse, order).reshape(-1, per_token)
+    return None, _combine(dx, order, inverse, per_token), dweights, dkernels
+
+
+_looped.defvjp(_looped_keeping, _looped_backward)
+
+
+def _activate(both: Float[Array, "R 2F"], scales: Float[Array, "R"]) -> Float[Array, "R F"]:
+    """scale * silu(x W_gate) * x W_up.
 
     Scaled before the last product: its result is then needed by no gradient, so that backward neither keeps it nor, on
     a mesh, has it sent home again.
     """
+    width = both.shape[1] // 2
+    return jax.nn.silu(both[:, :width]) * both[:, width:] * scales[:, None]
+
+
+def _swiglu(
+    rows: Float[Array, "R D"], scales: Float[Array, "R"], kernels: Kernels, sizes: Int[Array, "E"]
+) -> Float[Array, "R D"]:
+    """scale * (silu(x W_gate) * x W_up) W_down of rows sorted by expert, of which there are `sizes`; zeros after."""
     gate, up, down = kernels
     both = grouped_dot(rows, jnp.concatenate([gate, up], axis=2), sizes).astype(jnp.float32)
-    hidden = jax.nn.silu(both[:, : gate.shape[2]]) * both[:, gate.shape[2] :]
-    return grouped_dot((hidden * scales[:, None]).astype(rows.dtype), down, sizes)
+    return grouped_dot(_activate(both, scales).astype(rows.dtype), down, sizes)
 
 
 @jax.custom_vjp

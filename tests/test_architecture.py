@@ -18,7 +18,7 @@ ROWS = [
     ["gattn.kernels.tuning"],
     ["gattn.kernels.reference"],
     ["gattn.kernels.chunked", "gattn.kernels.tpu", "gattn.kernels.gpu"],
-    ["gattn.kernels.grouped_gpu"],
+    ["gattn.kernels.grouped_cpu", "gattn.kernels.grouped_gpu"],
     ["gattn.kernels.grouped"],
     ["gattn.kernels.vjp", "gattn.kernels.sharded"],
     ["gattn.kernels.arguments"],

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from benchmarks.grouped import Sizes, pairs, product_flops
+from benchmarks.grouped import Sizes, layer_pairs, pairs, product_flops
 from gattn.kernels import tuning
 from gattn.kernels.grouped import choose_grouped, grouped_dot
 
@@ -136,10 +136,19 @@ def test_gpu_kernel_visits_every_row_of_every_group_once():
 @pytest.mark.parametrize("top_k", [2, 8])
 def test_blocks_do_hardly_more_than_the_rows_need(top_k):
     """64 experts, 8192 tokens: at most a tenth more, counting loops by their trips and empty blocks as full."""
-    swiglu = pairs(Sizes(top_k=top_k, d_model=32, width=16), "blocks")[-1]
-    work = product_flops(swiglu.grouped[0], *swiglu.grouped[1])
-    assert swiglu.flops <= work <= 1.1 * swiglu.flops
-    assert product_flops(swiglu.dense[0], *swiglu.dense[1]) == swiglu.flops
+    sizes = Sizes(top_k=top_k, d_model=32, width=16)
+    product, *_, swiglu = pairs(sizes, "blocks")
+    for pair in (product, swiglu):
+        work = product_flops(pair.grouped[0], *pair.grouped[1])
+        assert pair.flops <= work <= 1.1 * pair.flops
+        assert product_flops(pair.dense[0], *pair.dense[1]) == pair.flops
+
+
+def test_an_expert_layer_does_hardly_more_than_its_experts_need():
+    """Router and blocks: at most a tenth, forward and with gradients."""
+    for pair in layer_pairs(Sizes(d_model=32, width=384)):
+        work = product_flops(pair.grouped[0], *pair.grouped[1])
+        assert pair.flops < work <= 1.1 * pair.flops
 
 
 def test_blocks_keep_no_copy_of_the_rows():

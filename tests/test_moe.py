@@ -82,6 +82,26 @@ def test_tokens_do_not_see_each_other_and_experts_have_no_order():
     assert moved["counts"].tolist() == sums["counts"][experts].tolist()
 
 
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loop_for_cpus_is_what_other_platforms_compute(monkeypatch, dtype, load):
+    """Which spread rows, multiply them by group, and add them up; to one rounding of the layer's dtype."""
+    model = config(dtype=dtype)
+    params, x = jax.tree.map(lambda leaf: leaf.astype(dtype), problem(model, load))
+
+    def found():
+        return jax.jit(partial(everything, layer, model))(params, x)
+
+    ours = found()
+    monkeypatch.setattr(moe.tuning, "platform", lambda: "tpu")
+    theirs = found()
+    for path, one in jax.tree.leaves_with_path(ours):
+        other = dict(jax.tree.leaves_with_path(theirs))[path]
+        one, other = (np.asarray(leaf, np.float64) for leaf in (one, other))
+        tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * np.abs(other).max(), err_msg=str(path))
+
+
 def test_no_array_holds_every_token_for_every_expert():
     """Forward or backward: of tokens times experts there are probabilities, nothing of the experts' width or D."""
     model = config(num_experts=32, experts_per_token=1, expert_dim=16, d_model=16)

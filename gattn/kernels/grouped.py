@@ -12,24 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from gattn.kernels import tuning
+from gattn.kernels import grouped_cpu, tuning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jaxtyping import Array, ArrayLike, Bool, Float, Int
+    from jaxtyping import Array, ArrayLike, Float, Int
 
 IMPLEMENTATIONS = ("ragged", "gpu", "blocks")
-# Rows of a block on a CPU: multiples of the first, up to the second.
-SMALL_BLOCK, LARGE_BLOCK = 8, 128
-# Blocks that groups do not fill cost up to E blocks of rows: no more than this share of M, if that leaves any rows.
-SPARE = 0.1
-# Blocks that are taken as one where they belong to one group.
-JOINED = 4
 
 
 def grouped_dot(
@@ -130,7 +123,7 @@ def _methods(name: str, interpret: Any) -> _Methods:
         return _Methods(_ragged_rows, _ragged_matrices)
     if name == "gpu":
         return _Methods(partial(_gpu().rows, interpret=interpret), partial(_gpu().matrices, interpret=interpret))
-    return _Methods(_block_rows, _block_matrices, in_turn=True)
+    return _Methods(grouped_cpu.rows, grouped_cpu.matrices, in_turn=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -183,133 +176,3 @@ def _ragged(lhs: Array, rhs: Array, sizes: Array, numbers: lax.RaggedDotDimensio
     """TPUs' kernels sum in float32 whatever the result's dtype, and a float32 result would be an array more."""
     precision = lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None
     return lax.ragged_dot_general(lhs, rhs, sizes, numbers, precision=precision, preferred_element_type=dtype)
-
-
-# ---- blocks: a loop for CPUs -------------------------------------------------------------------------------------
-
-
-class _Block(NamedTuple):
-    """Rows [start, stop) of one group, among those of a block that begins at `at`; none if start = stop."""
-
-    group: Int[Array, ""]
-    at: Int[Array, ""]
-    start: Int[Array, ""]
-    stop: Int[Array, ""]
-    first: Bool[Array, ""]
-    """Whether it is its group's first block."""
-    last: Bool[Array, ""]
-
-
-def _blocks(rows: int, sizes: Int[Array, " E"], size: int, count: int) -> _Block:
-    """The first `count` blocks in the order of their rows; where there are fewer, what remains has no rows."""
-    groups = sizes.shape[0]
-    stops, counts = jnp.cumsum(sizes), -(-sizes // size)
-    past = jnp.cumsum(counts)
-    i = jnp.arange(count, dtype=jnp.int32)
-    group = (i[:, None] >= past).sum(axis=1, dtype=jnp.int32)
-    exists = group < groups
-    group = jnp.minimum(group, groups - 1)
-    before = i - (past - counts)[group]
-    start = jnp.where(exists, (stops - sizes)[group] + before * size, 0)
-    stop = jnp.where(exists, jnp.minimum(start + size, stops[group]), 0)
-    first, last = exists & (before == 0), exists & (i == past[group] - 1)
-    return _Block(group, jnp.minimum(start, rows - size), start, stop, first, last)
-
-
-def _over_blocks(rows: int, sizes: Int[Array, " E"], step: Callable[[Any, _Block, int], Any], carry: Any) -> Any:
-    """The carry after ``carry = step(carry, block, size)`` for as many blocks as the sizes could ever need.
-
-    Where JOINED blocks in a row are one group's, they are taken as one: larger products are faster, on several cores
-    above all. The small ones are there to waste few FLOPs where a group ends.
-    """
-    groups = sizes.shape[0]
-    size = int(SPARE * rows / groups) // SMALL_BLOCK * SMALL_BLOCK
-    size = min(max(size, SMALL_BLOCK), LARGE_BLOCK, rows)
-    joined = JOINED if rows >= JOINED * size else 1
-    windows = -(-min(rows // size + groups, rows) // joined)
-    blocks = _blocks(rows, sizes, size, windows * joined)
-    if joined == 1:
-        return lax.scan(lambda carry, block: (step(carry, block, size), None), carry, blocks)[0]
-
-    def together(carry: Any, window: _Block) -> Any:
-        start, stop = window.start[0], window.stop[-1]
-        at = jnp.minimum(start, rows - joined * size)
-        return step(carry, _Block(window.group[0], at, start, stop, window.first[0], window.last[-1]), joined * size)
-
-    def apart(carry: Any, window: _Block) -> Any:
-        return lax.scan(lambda carry, block: (step(carry, block, size), None), carry, window)[0]
-
-    def either(carry: Any, window: _Block) -> tuple[Any, None]:
-        one = (window.group[0] == window.group[-1]) & (window.stop[-1] > window.start[-1])
-        return lax.cond(one, together, apart, carry, window), None
-
-    return lax.scan(either, carry, jax.tree.map(lambda x: x.reshape(windows, joined), blocks))[0]
-
-
-def _block_rows(lhs: Array, rhs: Array, sizes: Array, transposed: bool) -> Array:
-    """Carries the group's matrix along: slicing it out for every block would take longer than the product."""
-    columns = rhs.shape[1 if transposed else 2]
-    contract = ((1,), (1 if transposed else 0,)), ((), ())
-
-    def step(carry: tuple[Array, Array], block: _Block, size: int) -> tuple[Array, Array]:
-        out, matrix = carry
-        matrix = lax.cond(block.first, lambda _: _take(rhs, block.group, lhs.dtype), lambda matrix: matrix, matrix)
-
-        def product(matrix: Array) -> Array:
-            rows = _rows_at(lhs, block, size).astype(jnp.float32)
-            return lax.dot_general(rows, matrix, contract, precision=lax.Precision.HIGHEST).astype(out.dtype)
-
-        def nothing(_: Array) -> Array:
-            return jnp.zeros((size, columns), out.dtype)
-
-        new = lax.cond(block.stop > block.start, product, nothing, matrix)
-        new = jnp.where(_belongs(block, size), new, _rows_at(out, block, size))
-        return lax.dynamic_update_slice_in_dim(out, new, block.at, 0), matrix
-
-    start = _zeros((lhs.shape[0], columns), lhs.dtype, sizes, lhs, rhs), jnp.zeros(rhs.shape[1:], jnp.float32)
-    return _over_blocks(lhs.shape[0], sizes, step, start)[0]
-
-
-def _block_matrices(lhs: Array, dout: Array, sizes: Array, dtype: Any) -> Array:
-    """Carries the sum of the group along, and writes it once."""
-    shape = lhs.shape[1], dout.shape[1]
-
-    def step(carry: tuple[Array, Array], block: _Block, size: int) -> tuple[Array, Array]:
-        out, total = carry
-
-        def add(total: Array) -> Array:
-            mine = _belongs(block, size)
-            left, right = (jnp.where(mine, _rows_at(x, block, size), 0).astype(jnp.float32) for x in (lhs, dout))
-            product = lax.dot_general(left, right, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
-            return jnp.where(block.first, 0, total) + product
-
-        def write(out: Array) -> Array:
-            return lax.dynamic_update_index_in_dim(out, total.astype(dtype), block.group, 0)
-
-        total = lax.cond(block.stop > block.start, add, lambda total: total, total)
-        return lax.cond(block.last, write, lambda out: out, out), total
-
-    start = _zeros((sizes.shape[0], *shape), dtype, sizes, lhs, dout), jnp.zeros(shape, jnp.float32)
-    return _over_blocks(lhs.shape[0], sizes, step, start)[0]
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any, sizes: Array, *operands: Array) -> Array:
-    """Zeros of which XLA cannot know that those of other products are the same.
-
-    It would make one array for all of them, and a copy of that for each, by one thread.
-    """
-    anything = sum(x[(0,) * x.ndim].astype(dtype) for x in operands)
-    return jnp.full(shape, jnp.where(sizes[0] < 0, anything, 0), dtype)
-
-
-def _take(rhs: Array, group: Array, dtype: Any) -> Array:
-    return lax.dynamic_index_in_dim(rhs, group, keepdims=False).astype(dtype).astype(jnp.float32)
-
-
-def _rows_at(x: Array, block: _Block, size: int) -> Array:
-    return lax.dynamic_slice_in_dim(x, block.at, size)
-
-
-def _belongs(block: _Block, size: int) -> Bool[Array, "size 1"]:
-    row = block.at + np.arange(size, dtype=np.int32)[:, None]
-    return (row >= block.start) & (row < block.stop)
