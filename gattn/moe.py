@@ -465,7 +465,9 @@ def auxiliary(
 
     `sums` are the micro-batch's, `running_counts` those of it and of the step's earlier ones, `total_tokens` those of
     the whole step. With one micro-batch this is the loss by its definition. With several, the frequencies are the best
-    known so far, as in Qiu et al.: probabilities of early micro-batches meet frequencies of a part of the batch.
+    known so far, as in Qiu et al.: probabilities of early micro-batches meet frequencies of a part of the batch. That
+    turns the gradient of `moe_tiny`'s balance loss by 8 to 41% of its length, and the objective's by at most 0.3%
+    (`python -m benchmarks.balance_accumulation`).
     """
     share = jax.lax.stop_gradient(running_counts / running_counts.sum(axis=-1, keepdims=True))
     balance = config.model.num_experts * (share * sums["probabilities"]).sum(axis=-1).mean() / total_tokens
