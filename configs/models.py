@@ -135,7 +135,7 @@ def moe_tiny() -> Config:
 
 
 def moe_small() -> Config:
-    """About 139M active of 0.93B non-embedding parameters in 64 experts, top-8, for one GPU or TPU with 80 GB; 5.2B
+    """About 136M active of 0.93B non-embedding parameters in 64 experts, top-8, for one GPU or TPU with 80 GB; 5.2B
     tokens. Not trained yet: no number to expect.
 
     `python -m gattn train --preset moe_small`
@@ -146,7 +146,7 @@ def moe_small() -> Config:
             num_layers=16,
             d_model=768,
             num_heads=12,
-            num_kv_heads=4,
+            num_kv_heads=2,
             head_dim=64,
             match_params=False,
             dtype="bfloat16",

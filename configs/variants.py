@@ -1,7 +1,7 @@
 """Every variant by name: a dict of ModelConfig fields, or a function that makes one. One more is one more line here.
 
 `gattn train --gate NAME` applies one, `--gate g1_headwise+g2_elementwise` several. Positions: g1 SDPA output, g2 value,
-g3 key, g4 query, g5 after W_O (paper Fig. 1). Numbers after # are the paper's rows (T1 = Table 1 and so on).
+g3 key, g4 query, g5 after W_O (paper Fig. 1). PAPER says which rows of its tables they are.
 """
 
 from collections.abc import Callable
@@ -10,31 +10,29 @@ from typing import Any
 from gattn.config import Config, ConfigError, GateSpec, ModelConfig, override
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "baseline": {},  # T1 row 1
-    "g1_elementwise": {"gates": (GateSpec("g1", "elementwise"),)},  # T1 row 5
-    "g1_headwise": {"gates": (GateSpec("g1", "headwise"),)},  # T1 row 10
-    "g1_elementwise_shared": {"gates": (GateSpec("g1", "elementwise", "shared"),)},  # T1 row 12
+    "baseline": {},
+    "g1_elementwise": {"gates": (GateSpec("g1", "elementwise"),)},
+    "g1_headwise": {"gates": (GateSpec("g1", "headwise"),)},
+    "g1_elementwise_shared": {"gates": (GateSpec("g1", "elementwise", "shared"),)},
     "g1_headwise_shared": {"gates": (GateSpec("g1", "headwise", "shared"),)},
-    "g2_elementwise": {"gates": (GateSpec("g2", "elementwise"),)},  # T1 row 6
-    "g2_headwise": {"gates": (GateSpec("g2", "headwise"),)},  # T1 row 11
-    "g2_elementwise_shared": {"gates": (GateSpec("g2", "elementwise", "shared"),)},  # T1 row 13
-    "g3_elementwise": {"gates": (GateSpec("g3", "elementwise"),)},  # T1 row 7
-    "g4_elementwise": {"gates": (GateSpec("g4", "elementwise"),)},  # T1 row 8
-    "g5_elementwise": {"gates": (GateSpec("g5", "elementwise"),)},  # T1 row 9
-    "g1_elementwise_silu": {"gates": (GateSpec("g1", activation="silu"),)},  # T1 row 15
-    "g1_additive_silu": {"gates": (GateSpec("g1", op="add", activation="silu"),)},  # T1 row 14
-    "g1_additive_identity": {"gates": (GateSpec("g1", op="add", activation="identity"),)},  # T3 row 7
+    "g2_elementwise": {"gates": (GateSpec("g2", "elementwise"),)},
+    "g2_headwise": {"gates": (GateSpec("g2", "headwise"),)},
+    "g2_elementwise_shared": {"gates": (GateSpec("g2", "elementwise", "shared"),)},
+    "g3_elementwise": {"gates": (GateSpec("g3", "elementwise"),)},
+    "g4_elementwise": {"gates": (GateSpec("g4", "elementwise"),)},
+    "g5_elementwise": {"gates": (GateSpec("g5", "elementwise"),)},
+    "g1_elementwise_silu": {"gates": (GateSpec("g1", activation="silu"),)},
+    "g1_additive_silu": {"gates": (GateSpec("g1", op="add", activation="silu"),)},
+    "g1_additive_identity": {"gates": (GateSpec("g1", op="add", activation="identity"),)},
     "g1_elementwise_ns": {"gates": (GateSpec("g1", activation="ns_sigmoid"),)},  # T4 row 7
     "g1_input_independent": {"gates": (GateSpec("g1", source="independent"),)},  # T4 row 6
-    "g1_rmsnorm": {"sdpa_transform": "rmsnorm"},  # T3 row 5
-    "g1_silu": {"sdpa_transform": "silu"},  # T3 row 6
-    "kv8": {"num_kv_heads": 8},  # T1 row 2
-    "q48": {"num_heads": 48},  # T1 row 3
-    "switch_kv_8_top8": {"switch_heads": 8, "switch_top_k": 8, "switch_keys": True},  # T6 row 2
-    "switch_kv_4_top4": {"switch_heads": 4, "switch_top_k": 4, "switch_keys": True},  # T6 row 3
-    "switch_v_4_top4": {"switch_heads": 4, "switch_top_k": 4},  # T6 row 4
-    "switch_v_8_top2": {"switch_heads": 8, "switch_top_k": 2},  # T6 row 5
-    "switch_v_1_top1": {"switch_heads": 1, "switch_top_k": 1},  # T6 row 6: g2_headwise by another name
+    "g1_rmsnorm": {"sdpa_transform": "rmsnorm"},
+    "g1_silu": {"sdpa_transform": "silu"},
+    "switch_kv_8_top8": {"switch_heads": 8, "switch_top_k": 8, "switch_keys": True},
+    "switch_kv_4_top4": {"switch_heads": 4, "switch_top_k": 4, "switch_keys": True},
+    "switch_v_4_top4": {"switch_heads": 4, "switch_top_k": 4},
+    "switch_v_8_top2": {"switch_heads": 8, "switch_top_k": 2},
+    "switch_v_1_top1": {"switch_heads": 1, "switch_top_k": 1},  # g2_headwise by another name
     "softmax_off_by_one": {"softmax": "off_by_one"},  # rivals: no gate, a softmax that may attend to nothing
     "sink_logit": {"softmax": "sink_logit"},
 }
@@ -53,8 +51,65 @@ def experts_plus4(model: ModelConfig) -> dict[str, Any]:
     return {"num_experts": model.num_experts + 4, "experts_per_token": model.experts_per_token + 4}
 
 
-RELATIVE: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {"experts_plus4": experts_plus4}
+def kv_double(model: ModelConfig) -> dict[str, Any]:
+    """Twice the kv heads: 8 in place of the paper's 4 (T1 row 2)."""
+    return {"num_kv_heads": 2 * model.num_kv_heads}
+
+
+def q_half_more(model: ModelConfig) -> dict[str, Any]:
+    """Half as many query heads again, of the same size: 48 in place of the paper's 32 (T1 row 3).
+
+    Raises:
+      ConfigError: where that is no whole number.
+    """
+    if model.num_heads % 2:
+        raise ConfigError("gate", "q_half_more", f"needs an even number of query heads, not {model.num_heads}")
+    return {"num_heads": model.num_heads * 3 // 2}
+
+
+RELATIVE: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
+    function.__name__: function for function in (experts_plus4, kv_double, q_half_more)
+}
 NAMES = (*VARIANTS, *RELATIVE)
+
+
+# Table and row of the paper -> variant.
+PAPER: dict[str, dict[int, str]] = {
+    "table1": {
+        1: "baseline",
+        2: "kv_double",
+        3: "q_half_more",
+        4: "experts_plus4",
+        5: "g1_elementwise",
+        6: "g2_elementwise",
+        7: "g3_elementwise",
+        8: "g4_elementwise",
+        9: "g5_elementwise",
+        10: "g1_headwise",
+        11: "g2_headwise",
+        12: "g1_elementwise_shared",
+        13: "g2_elementwise_shared",
+        14: "g1_additive_silu",
+        15: "g1_elementwise_silu",
+    },
+    "table3": {
+        1: "baseline",
+        2: "g1_elementwise",
+        3: "g2_elementwise",
+        4: "g1_additive_silu",
+        5: "g1_rmsnorm",
+        6: "g1_silu",
+        7: "g1_additive_identity",
+    },
+    "table6": {
+        1: "baseline",
+        2: "switch_kv_8_top8",
+        3: "switch_kv_4_top4",
+        4: "switch_v_4_top4",
+        5: "switch_v_8_top2",
+        6: "switch_v_1_top1",
+    },
+}
 
 
 def apply(config: Config, name: str) -> Config:

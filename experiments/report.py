@@ -121,6 +121,10 @@ INITIAL_LOSS = Column("initial loss", lambda r: r["eval"]["initial_loss"])
 LOSS = Column("held-out loss", lambda r: r["eval"]["loss"])
 FALL = Column("fell by", lambda r: r["eval"]["initial_loss"] - r["eval"]["loss"], brief="fell by")
 PERPLEXITY = Column("perplexity", lambda r: r["eval"]["perplexity"], ".2f", paper="ppl", brief="ppl")
+BENCHMARKS = tuple(
+    Column(title, lambda r, key=key: r["benchmarks"][key], ".2f", paper=key)  # type: ignore[misc]
+    for key, title in (("hellaswag", "HellaSwag"), ("mmlu", "MMLU"), ("gsm8k", "GSM8k"), ("ceval", "C-eval"))
+)
 BITS = Column("bits/byte", lambda r: r["eval"]["bits_per_byte"], ".4f", brief="bits/B")
 
 ATTENTION_COLUMNS = (F_ATTN, FLOOR, RATIO, GATE, M_ACT, SINK_RATE)
@@ -335,14 +339,17 @@ def _numbers(measured: Measured) -> Grid:
 
 
 def _models(present: Mapping[str, list[Result]]) -> Grid:
-    header = ("variant", "parameters", "non-embedding", "gate", "FFN width", "against the ungated model")
+    first = next(iter(present))
+    header = ("variant", "parameters", "active", "gate", "FFN width", f"against {first}", "tokens", "training FLOPs")
+    base = _at(present[first][0], "model.params")
     rows = []
     for label, results in present.items():
-        model = results[0]["model"]
-        counts = [model.get(key) for key in ("params", "non_embedding_params", "gate_params", "ffn_width")]
+        counts = [_at(results[0], f"model.{key}") for key in ("params", "active_params", "gate_params", "ffn_width")]
+        tokens, each = _at(results[0], "data.tokens"), _at(results[0], "model.flops_per_token")
         texts = [MISSING if count is None else f"{count:,}" for count in counts]
-        difference = model.get("param_difference")
-        rows.append((label, *texts, MISSING if difference is None else f"{difference:+,}"))
+        difference = MISSING if None in (counts[0], base) else f"{counts[0] - base:+,}"
+        flops = MISSING if None in (tokens, each) else f"{tokens * each:.3g}"
+        rows.append((label, *texts, difference, MISSING if tokens is None else f"{tokens:,}", flops))
     return Grid(header, tuple(rows))
 
 

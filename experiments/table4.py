@@ -7,22 +7,15 @@ bench B, the rivals and language models at equal parameters, about 50 minutes in
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
-
-import tyro
-from rich.console import Console
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from configs.models import tiny
-from configs.variants import VARIANTS
-from experiments import report
-from experiments.launchers import Launcher, SlurmOptions, launch
-from experiments.report import Row, Section, Table, bound, ordering, same_order_as_paper
-from experiments.runner import Run, sweep
+from experiments import report, study
+from experiments.report import bound, ordering, same_order_as_paper
 from experiments.sinkbench import sinkbench_config, sinkbench_heads_config
-from gattn.config import Config, ConfigError, override
+from experiments.study import Line, Part, Study, cut
+from gattn.config import override
 
 BASELINE, ELEMENTWISE, HEADWISE = "baseline", "SDPA elementwise", "SDPA headwise"
 SHARED, HEADWISE_SHARED = "SDPA elementwise head-shared", "SDPA headwise head-shared"
@@ -88,73 +81,21 @@ FINDINGS_TEXT = (
 
 
 @dataclass(frozen=True)
-class Args:
-    """Trains what is missing and prints Table 4."""
-
+class Args(study.Args):
     scale: Literal["demo", "cpu"] = "demo"
-    """demo: 15 to 20 minutes on 2 cores; cpu: everything, about 50."""
-    seeds: int = 3
-    """Seeds per variant (the language models of demo have one)."""
-    workers: int | None = None
-    """Runs at a time with the launcher local; sized to the machine by default."""
-    launcher: Launcher = "local"
-    """local: on this machine; slurm: a job per run; print: the commands that would train what is missing."""
-    slurm: SlurmOptions = field(default_factory=SlurmOptions)
-    steps: int | None = None
-    """Cuts every run to this many steps, to try the machinery; the report goes to a folder of its own."""
-    dry_run: bool = False
-    """Lists the runs and their state, trains nothing."""
-    report_only: bool = False
-    """Writes the report from what is finished, trains nothing."""
+    """demo: 15 to 20 minutes on 2 cores, language models with one seed; cpu: everything, about 50."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """One base config, the rows this scale needs, and those that are shown only if an earlier command trained them."""
-
-    name: str
-    heading: str
-    note: str
-    base: Config
-    needed: tuple[str, ...]
-    optional: tuple[str, ...]
-    seeds: int
-    columns: tuple[report.Column, ...]
-    findings: tuple[report.Finding, ...]
-
-    def runs(self, labels: Sequence[str]) -> list[Run]:
-        """The runs of these rows."""
-        overlays = {
-            f"{self.name}: {label}": {f"model.{key}": value for key, value in VARIANTS[VARIANT[label][0]].items()}
-            for label in labels
-        }
-        return sweep(self.base, overlays, range(self.seeds))
-
-    def section(self) -> Section | None:
-        """The part in the report; None where this scale needs none of it and nothing of it is there."""
-        rows = []
-        for label, (_, number) in VARIANT.items():
-            runs = tuple(self.runs([label]))
-            if label in self.needed or (label in self.optional and any(report.load_results(runs))):
-                rows.append(Row(label, runs, report.paper_row("table4", number) if number else None))
-        slug = self.name.replace(" ", "-")
-        return Section(slug, self.heading, self.note, self.columns, tuple(rows), self.findings) if rows else None
-
-
-def parts(args: Args) -> list[Part]:
-    """Everything Table 4 has on a CPU; the scale decides what of it is needed."""
+def build(args: Args) -> Study:
+    """Everything Table 4 has on a CPU; the scale decides what of it is trained."""
     full = args.scale == "cpu"
-
-    def rows(demo: tuple[str, ...], cpu: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-        return {"needed": cpu, "optional": demo} if full else {"needed": demo, "optional": cpu}
-
-    return [
+    every = [
         Part(
             name="A",
             heading="Bench A: which gates remove the sink",
             note=NOTE_A,
-            base=_cut(sinkbench_config(), args.steps),
-            **rows(PAPER_ROWS, (*PAPER_ROWS, *RIVALS)),
+            base=cut(sinkbench_config(), args.steps),
+            **_lines(full, demo=PAPER_ROWS, cpu=(*PAPER_ROWS, *RIVALS)),
             seeds=args.seeds,
             columns=(*report.ATTENTION_COLUMNS, report.ABSORBED, report.EXCESS),
             findings=FINDINGS_A,
@@ -163,8 +104,8 @@ def parts(args: Args) -> list[Part]:
             name="B",
             heading="Bench B: head-specific against head-shared",
             note=NOTE_B,
-            base=_cut(sinkbench_heads_config(), args.steps),
-            **rows(SHARING_ROWS, (*PAPER_ROWS, HEADWISE_SHARED, OFF_BY_ONE)),
+            base=cut(sinkbench_heads_config(), args.steps),
+            **_lines(full, demo=SHARING_ROWS, cpu=(*PAPER_ROWS, HEADWISE_SHARED, OFF_BY_ONE)),
             seeds=args.seeds,
             columns=(*report.ATTENTION_COLUMNS, report.ABSORBED, report.EXCESS),
             findings=FINDINGS_B if full else FINDINGS_B[:2],
@@ -173,8 +114,8 @@ def parts(args: Args) -> list[Part]:
             name="text short",
             heading="Language models, short training",
             note=NOTE_TEXT,
-            base=_cut(override(tiny(), SHORT), args.steps),
-            **rows((BASELINE, HEADWISE), ()),
+            base=cut(override(tiny(), SHORT), args.steps),
+            **_lines(full, demo=(BASELINE, HEADWISE), cpu=()),
             seeds=1,
             columns=TEXT_COLUMNS,
             findings=(report.loss_fall, report.change(report.PERPLEXITY, BASELINE, HEADWISE)),
@@ -183,77 +124,38 @@ def parts(args: Args) -> list[Part]:
             name="text",
             heading="Language models at equal parameters",
             note=NOTE_TEXT,
-            base=_cut(tiny(), args.steps),
-            **rows((), TEXT_ROWS),
+            base=cut(tiny(), args.steps),
+            **_lines(full, demo=(), cpu=TEXT_ROWS),
             seeds=args.seeds,
             columns=TEXT_COLUMNS,
             findings=FINDINGS_TEXT,
         ),
     ]
-
-
-def table(args: Args) -> Table:
-    """The report from what is on disk."""
-    every = parts(args)
-    words = [f"--scale {args.scale}", f"--seeds {args.seeds}" if args.seeds != Args.seeds else ""]
-    words += [f"--steps {args.steps}" if args.steps else ""]
     model = report.paper()["table4"]["model"]
     note = (
         f"Rows of the paper's Table 4 ({model}) at the scale of a CPU. The paper's numbers stand beside ours for the "
         "order of rows and the size of effects: models, data and training differ by orders of magnitude."
     )
-    left_out = [
-        f"{p.name}: {', '.join(extra)}" for p in every if (extra := [x for x in p.optional if x not in p.needed])
-    ]
-    if args.scale == "demo":
-        note += f" Left out at this scale (--scale cpu trains it): {'; '.join(left_out)}."
-    if args.steps:
-        note += f" Every run was cut to {args.steps} steps: this tries the machinery, the numbers mean nothing."
-    return Table(
-        name=f"table4-cpu-{args.steps}-steps" if args.steps else "table4-cpu",
-        title="Gated attention, Table 4 on a CPU",
-        note=note,
-        command=" ".join(["python -m experiments.table4", *filter(None, words)]),
-        sections=tuple(section for part in every if (section := part.section())),
+    if not full:
+        extra = [
+            f"{part.name}: {', '.join(x.label for x in part.lines if x.label in part.optional)}"
+            for part in every
+            if part.optional
+        ]
+        note += f" Left out at this scale (--scale cpu trains it): {'; '.join(extra)}."
+    return study.study("table4", args, args.scale, "Gated attention, Table 4 on a CPU", note, every, family="cpu")
+
+
+def _lines(full: bool, *, demo: tuple[str, ...], cpu: tuple[str, ...]) -> dict[str, Any]:
+    """The lines of both scales, and which of them this one does not train."""
+    needed = cpu if full else demo
+    lines = tuple(
+        Line(label, variant, ("table4", number) if number else None)
+        for label, (variant, number) in VARIANT.items()
+        if label in (*demo, *cpu)
     )
-
-
-def main(args: Args, console: Console) -> int:
-    """Trains, reports; the exit code: 1 where a run failed."""
-    for name in ("seeds", "workers", "steps"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            console.print(f"--{name} {value}: must be at least 1")
-            return 2
-    runs = [run for part in parts(args) for run in part.runs(part.needed)]
-    if args.dry_run:
-        for run in runs:
-            state = "finished" if run.result() else "to do"
-            console.print(f"{state:9} {run.name:45} {run.folder.name}", highlight=False, soft_wrap=True)
-        return 0
-    failed = []
-    if not args.report_only:
-        outcomes = launch(runs, args.launcher, workers=args.workers, slurm=args.slurm, console=console)
-        if args.launcher == "print" or any(outcome.state == "waiting" for outcome in outcomes):
-            return 0
-        failed = [outcome for outcome in outcomes if outcome.state == "failed"]
-    report.write(table(args), console)
-    for outcome in failed:
-        console.print(f"failed: {outcome.run.name}: {outcome.run.folder}", highlight=False, soft_wrap=True)
-    return 1 if failed else 0
-
-
-def _cut(base: Config, steps: int | None) -> Config:
-    if steps is None:
-        return base
-    return override(base, {"train.steps": steps, "optim.warmup_steps": min(base.optim.warmup_steps, steps // 5)})
+    return {"lines": lines, "optional": frozenset(line.label for line in lines) - set(needed)}
 
 
 if __name__ == "__main__":
-    screen = Console() if sys.stdout.isatty() else Console(width=140)  # a pipe has no width: leave the table whole
-    try:
-        sys.exit(main(tyro.cli(Args, description=__doc__), screen))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    study.main(Args, build, __doc__)

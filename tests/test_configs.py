@@ -5,7 +5,7 @@ import pytest
 from configs.models import PRESETS, dense_1p7b_28l, moe_15a2b, tiny
 from configs.variants import NAMES, apply
 from gattn import model
-from gattn.config import ConfigError, MeshConfig
+from gattn.config import ConfigError, MeshConfig, override
 from gattn.sharding import check, mesh_shape
 
 
@@ -46,7 +46,7 @@ def test_every_preset_builds(name, gate):
 
 @pytest.mark.parametrize(
     ("name", "millions", "active"),
-    [("tiny", 1, 1), ("small", 25, 25), ("base", 125, 125), ("moe_tiny", 2.5, 0.75), ("moe_small", 930, 139)],
+    [("tiny", 1, 1), ("small", 25, 25), ("base", 125, 125), ("moe_tiny", 2.5, 0.75), ("moe_small", 929, 136)],
 )
 def test_preset_sizes_are_as_documented(name, millions, active):
     """Without embeddings; `active` without the experts that a token does not go to."""
@@ -80,6 +80,15 @@ def test_four_more_experts_and_all_of_them_used():
     assert more.gates
     with pytest.raises(ConfigError, match="moe_tiny"):
         apply(tiny(), "experts_plus4")
+
+
+def test_wider_attention_is_the_papers_at_its_size():
+    """Table 1, rows 2 and 3: 8 kv heads in place of 4, 48 query heads in place of 32."""
+    config = moe_15a2b()
+    assert apply(config, "kv_double").model.num_kv_heads == 8
+    assert apply(config, "q_half_more").model.num_heads == 48
+    with pytest.raises(ConfigError, match="even number"):
+        apply(override(tiny(), {"model.num_heads": 3, "model.num_kv_heads": 1}), "q_half_more")
 
 
 def test_gates_of_joined_variants_add_up():

@@ -15,7 +15,6 @@ from gattn.config import GateSpec, ModelConfig
 from gattn.rope import rope_table
 
 MODEL = ModelConfig(vocab_size=300, num_layers=1, d_model=24, num_heads=4, num_kv_heads=2, head_dim=6, ffn_dim=64)
-FITTING = {name: fields for name, fields in VARIANTS.items() if name not in ("kv8", "q48")}
 EXTRA = {
     "g1+g2": {"gates": (GateSpec("g1", "headwise"), GateSpec("g2"))},
     "all five": {"gates": tuple(GateSpec(p) for p in ("g1", "g2", "g3", "g4", "g5"))},
@@ -28,7 +27,7 @@ EXTRA = {
     "no rope": {"gates": (GateSpec("g1", "headwise"),), "qk_norm": False, "position": "learned"},
     "headwise sink": {"gates": (GateSpec("g1", "headwise"),), "softmax": "sink_logit"},
 }
-CASES = FITTING | EXTRA
+CASES = VARIANTS | EXTRA
 
 
 def attention(fields):

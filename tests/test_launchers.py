@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments import launchers, table4
+from experiments import launchers, study, table4
 from experiments.launchers import SlurmOptions, launch
 from experiments.runner import Run, sweep
 from gattn.config import Config, ConfigError, from_dict
@@ -103,12 +103,12 @@ def test_print_names_exactly_what_is_missing_and_trains_nothing(tmp_path):
 
 def test_table4_prints_the_commands_of_its_runs_and_no_report(tmp_path):
     args = table4.Args(launcher="print", seeds=1, steps=5)
-    assert table4.main(args, Console(file=(screen := io.StringIO()), width=80)) == 0
-    runs = [run for part in table4.parts(args) for run in part.runs(part.needed)]
+    assert study.run(table4.build(args), args, Console(file=(screen := io.StringIO()), width=80)) == 0
+    runs = table4.build(args).runs()
     assert screen.getvalue().count(" -m gattn train --config ") == len(runs) > 5
     for run in runs:
         finish(run)
-    assert table4.main(args, Console(file=(screen := io.StringIO()), width=80)) == 0
+    assert study.run(table4.build(args), args, Console(file=(screen := io.StringIO()), width=80)) == 0
     assert screen.getvalue() == f"# {len(runs)} runs, {len(runs)} finished before\n"
     assert not list((tmp_path / "home").rglob("report.md"))
 

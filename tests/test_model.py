@@ -14,7 +14,6 @@ from gattn.config import GateSpec, ModelConfig, override
 from gattn.loss import cross_entropy
 
 SMALL = ModelConfig(vocab_size=300, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64)
-FITTING = {name: fields for name, fields in VARIANTS.items() if name not in ("kv8", "q48")}
 SHAPES = {
     "learned positions": {"position": "learned", "max_seq_len": 16},
     "sandwich": {"sandwich_norm": True},
@@ -43,10 +42,10 @@ def hidden_fn(config):
 TOKENS = jax.random.randint(jax.random.key(3), (2, 12), 0, 300)
 
 
-@pytest.mark.parametrize("name", FITTING | SHAPES)
+@pytest.mark.parametrize("name", VARIANTS | SHAPES)
 def test_causality(name):
     """A later token changes nothing before it, bit for bit, and something at and after it."""
-    config, params = decoder((FITTING | SHAPES)[name])
+    config, params = decoder((VARIANTS | SHAPES)[name])
     run = hidden_fn(config)
     before, after = run(params, TOKENS), run(params, TOKENS.at[:, 7].add(1) % 300)
     assert jnp.array_equal(before[:, :7], after[:, :7])

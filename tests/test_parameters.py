@@ -6,13 +6,15 @@ import json
 import pytest
 from rich.console import Console
 
+from configs.variants import PAPER
 from experiments import parameters
 from experiments.render import terminal
 
 
 def test_every_row_of_both_tables_has_a_variant():
-    paper = json.loads(parameters.PAPER.read_text())
-    for table, rows in parameters.ROWS.items():
+    paper = json.loads(parameters.PUBLISHED.read_text())
+    for table in parameters.TABLES:
+        rows = PAPER[table]
         assert [row[0] for row in paper[table]["rows"]] == list(rows)
         assert len(set(rows.values())) == len(rows)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import report, table4
+from experiments import report, study, table1, table3, table4, table6
 from experiments.report import Row, Section, Table
 from experiments.runner import Run, sweep
 from gattn.config import Config, GateSpec, override
@@ -267,7 +267,7 @@ def test_a_smaller_report_leaves_no_stale_picture():
 
 def test_every_row_of_table_4_prints_the_published_numbers():
     args = table4.Args(scale="cpu", seeds=1)
-    markdown, _, _ = written(table4.table(args))
+    markdown, _, _ = written(table4.build(args).table())
     bench_a = markdown.split("## ")[1]
     published = report.paper()["table4"]
     for line, label in zip(published["rows"], table4.PAPER_ROWS, strict=True):
@@ -279,18 +279,63 @@ def test_every_row_of_table_4_prints_the_published_numbers():
     assert published["rows"][1][3:7] == [0.116, 94, 0.048, 5.761]
 
 
+@pytest.mark.parametrize("module", [table1, table3, table6], ids=["table1", "table3", "table6"])
+@pytest.mark.parametrize("scale", ["cpu", "chip"])
+def test_every_row_of_a_table_of_perplexities_prints_the_published_numbers(module, scale):
+    name = module.__name__.rpartition(".")[2]
+    markdown, _, _ = written(module.build(module.Args(scale=scale, seeds=1)).table())
+    published = report.paper()[name]
+    lines = study.paper_lines(name)
+    assert len({line.label for line in lines}) == len(lines) == len(published["rows"])
+    for line, numbers in zip(lines, published["rows"], strict=True):
+        expected, row = dict(zip(published["columns"], numbers, strict=True)), cells(markdown, line.label)
+        for title, key in (("perplexity", "ppl"), ("MMLU", "mmlu"), ("C-eval", "ceval")):
+            assert (row[f"{title}, paper"], row[title]) == (f"{expected[key]:g}", "missing")
+
+
+@pytest.mark.parametrize("module", [table1, table3, table6], ids=["table1", "table3", "table6"])
+def test_findings_name_rows_that_are_there(module):
+    one = module.build(module.Args(seeds=1))
+    for number, run in enumerate(one.runs()):
+        finish(run, f_attn=0.1 + 0.01 * number)
+    findings = [finding(report.Measured(one.table().sections[0])) for finding in one.parts[0].findings]
+    assert len(findings) > 2
+    assert not [text for text in findings if "not measured" in text or "too few" in text]
+
+
+def test_tables_share_their_runs():
+    folders = [{run.folder for run in module.build(module.Args(seeds=1)).runs()} for module in (table1, table3, table6)]
+    assert [len(one) for one in folders] == [15, 7, 6]
+    assert len(folders[0] & folders[1]) == 4
+    assert len(folders[0] & folders[2]) == 1
+
+
+def test_what_a_row_costs_stands_beside_the_first(tmp_path):
+    table = small_table()
+    runs = {row.label: row.runs for row in table.sections[0].rows}
+    bigger = runs["gated"][0].folder / "result.json"
+    result = json.loads(bigger.read_text())
+    result["model"]["params"] += 1_000
+    bigger.write_text(json.dumps(result))
+    markdown = written(table)[0]
+    trained = markdown[markdown.index("What was trained") :]
+    row = cells(trained, "gated")
+    assert (row["against baseline"], row["tokens"]) == ("+1,000", "2,457,600")
+    assert float(row["training FLOPs"]) == pytest.approx(6e6 * 2_457_600, rel=1e-2)
+
+
 def test_the_demo_shows_rows_of_the_full_scale_once_they_are_trained():
     args = table4.Args(scale="demo", seeds=1)
-    bench_a, bench_b = table4.parts(args)[:2]
-    assert "sink logit" not in written(table4.table(args))[0].split("## ")[1]
-    assert "sink logit" in table4.table(args).note
+    bench_a, bench_b = table4.build(args).parts[:2]
+    assert "sink logit" not in written(table4.build(args).table())[0].split("## ")[1]
+    assert "sink logit" in table4.build(args).note
     finish(bench_a.runs(["sink logit"])[0], f_attn=0.01)
     finish(bench_b.runs(["baseline"])[0], f_attn=0.6)
-    assert cells(written(table4.table(args))[0], "sink logit")["F-Attn"] == "0.010"
+    assert cells(written(table4.build(args).table())[0], "sink logit")["F-Attn"] == "0.010"
 
 
 def test_the_demo_is_a_part_of_the_full_table():
-    demo, full = (table4.parts(table4.Args(scale=scale)) for scale in ("demo", "cpu"))
+    demo, full = (table4.build(table4.Args(scale=scale)).parts for scale in ("demo", "cpu"))
     runs = [{run.folder for part in parts[:2] for run in part.runs(part.needed)} for parts in (demo, full)]
     assert runs[0] < runs[1]
     assert len(runs[0]) == 7 * 3 + 3 * 3

@@ -1,0 +1,49 @@
+"""What Tables 1, 3 and 6 share: rows of one mixture-of-experts model, trained alike, compared by perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from configs.models import moe_small, moe_tiny
+from experiments import report, study
+from experiments.report import Finding
+from experiments.study import Part, Study
+
+BASES = {"cpu": moe_tiny, "chip": moe_small}
+COLUMNS = (report.PERPLEXITY, report.BITS, report.LOSS, report.FALL, *report.ATTENTION_COLUMNS, *report.BENCHMARKS)
+NOTE = (
+    "Decoders with experts on the embedded corpus. Held equal: tokens, and every setting that the table below does not "
+    "list as different; as in the paper a row adds its parameters and FLOPs, both of which are listed. Perplexity is "
+    "per token of our tokenizer and no match for the paper's; bits/byte does not depend on the tokenizer. Benchmarks "
+    "(HellaSwag and so on) are the paper's; ours are missing where a run was not evaluated on them. F-Attn has to be "
+    "read against its floor: sinks in text appear only after 0.5 to 1 billion tokens."
+)
+
+
+@dataclass(frozen=True)
+class Args(study.Args):
+    scale: Literal["cpu", "chip"] = "cpu"
+    """cpu: `moe_tiny`, a few minutes of one core per run; chip: `moe_small`, one GPU or TPU with 80 GB."""
+
+
+def build(table: str, args: Args, title: str, findings: Sequence[Finding]) -> Study:
+    """All rows of a published table at a scale."""
+    base = BASES[args.scale]()
+    part = Part(
+        name=f"experts {args.scale}",
+        heading=f"{title}, {base.train.steps * base.data.batch_size * base.data.seq_len:,} tokens a run",
+        note=NOTE,
+        base=study.cut(base, args.steps),
+        lines=study.paper_lines(table),
+        seeds=args.seeds,
+        columns=COLUMNS,
+        findings=(report.loss_fall, report.same_order_as_paper(report.PERPLEXITY), *findings),
+    )
+    note = (
+        f"Rows of the paper's Table {table.removeprefix('table')} ({report.paper()[table]['model']}) with the model "
+        f"`{BASES[args.scale].__name__}`. The paper's numbers stand beside ours for the order of rows and the size of "
+        "effects: models, data and training differ by orders of magnitude."
+    )
+    return study.study(table, args, args.scale, f"Gated attention, Table {table.removeprefix('table')}", note, [part])

@@ -1,0 +1,21 @@
+"""The paper's Table 3: is it the gate's non-linearity, its multiplication, or merely a norm after attention?
+
+`python -m experiments.table3` trains `moe_tiny` in 7 variants, four of which are Table 1's, with 3 seeds each.
+"""
+
+from experiments import perplexity, study
+from experiments.perplexity import Args
+from experiments.report import PERPLEXITY, change, ordering
+from experiments.study import Study
+
+NORM, BARE = "SDPA GroupNorm (RMSNorm per head, no gate)", "SDPA SiLU (activation only, no parameters)"
+
+
+def build(args: Args) -> Study:
+    findings = [change(PERPLEXITY, "baseline", label) for label in (NORM, BARE, "SDPA additive gate, identity")]
+    findings += [ordering(PERPLEXITY, "SDPA elementwise gate", "SDPA additive gate, silu", BARE, "baseline")]
+    return perplexity.build("table3", args, "Non-linearity between value and output projection", findings)
+
+
+if __name__ == "__main__":
+    study.main(Args, build, __doc__)

@@ -1,0 +1,19 @@
+"""The paper's Table 6: switch heads, several value (and key) projections of which a router takes the best.
+
+`python -m experiments.table6` trains `moe_tiny` in 6 variants with 3 seeds each. The last row, 1 top 1, is the headwise
+value gate of Table 1 by another name: the two must learn the same but for what their random numbers make of it.
+"""
+
+from experiments import perplexity, study
+from experiments.perplexity import Args
+from experiments.report import PERPLEXITY, change
+from experiments.study import Study, paper_lines
+
+
+def build(args: Args) -> Study:
+    findings = [change(PERPLEXITY, "baseline", line.label) for line in paper_lines("table6")[1:]]
+    return perplexity.build("table6", args, "Switch heads", findings)
+
+
+if __name__ == "__main__":
+    study.main(Args, build, __doc__)
