@@ -363,7 +363,7 @@ class View:
 
     def event(self, job: Job) -> None:
         if job.state == "failed":
-            self.say(f"failed: {job.run.name} ({job.run.folder / job.log})\n{_indent(job.tail)}")
+            self.say(f"failed: {job.run.name} ({job.run.folder / job.log})\n{indent(job.tail)}")
         elif job.state == "finished" or not self.console.is_terminal:
             done = sum(job.state in ("finished", "failed") for job in self.jobs)
             word = {"running": "started", "elsewhere": "running elsewhere"}.get(job.state, job.state)
@@ -374,7 +374,7 @@ class View:
         if not self.console.is_terminal and now - self.spoke > PLAIN_EVERY_S:
             self.spoke = now
             active = [job for job in self.jobs if job.state in ("running", "elsewhere")]
-            self.say("   " + "; ".join(f"{job.run.name}: {' '.join(_cells(job))}" for job in active))
+            self.say("   " + "; ".join(f"{job.run.name}: {' '.join(cells(job))}" for job in active))
 
     def _table(self) -> Group:
         count = {state: sum(job.state == state for job in self.jobs) for state in ("finished", "failed", "waiting")}
@@ -384,11 +384,11 @@ class View:
             table.add_column(title, justify="left" if title in ("run", "") else "right")
         for job in self.jobs:
             if job.state in ("running", "elsewhere"):
-                table.add_row(job.run.label, str(job.run.seed), *_cells(job), job.state)
+                table.add_row(job.run.label, str(job.run.seed), *cells(job), job.state)
         return Group(table, Text(f"{words}, {_clock(time.monotonic() - self.began)} so far", style="dim"))
 
 
-def _cells(job: Job) -> tuple[str, str, str]:
+def cells(job: Job) -> tuple[str, str, str]:
     step, loss, left = job.progress()
     return (
         f"{step}/{job.run.config.train.steps}",
@@ -403,7 +403,7 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _indent(text: str) -> str:
+def indent(text: str) -> str:
     return "\n".join("    " + line for line in text.splitlines())
 
 
