@@ -24,8 +24,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "g1_elementwise_silu": {"gates": (GateSpec("g1", activation="silu"),)},
     "g1_additive_silu": {"gates": (GateSpec("g1", op="add", activation="silu"),)},
     "g1_additive_identity": {"gates": (GateSpec("g1", op="add", activation="identity"),)},
-    "g1_elementwise_ns": {"gates": (GateSpec("g1", activation="ns_sigmoid"),)},  # T4 row 7
-    "g1_input_independent": {"gates": (GateSpec("g1", source="independent"),)},  # T4 row 6
+    "g1_elementwise_ns": {"gates": (GateSpec("g1", activation="ns_sigmoid"),)},
+    "g1_input_independent": {"gates": (GateSpec("g1", source="independent"),)},
     "g1_rmsnorm": {"sdpa_transform": "rmsnorm"},
     "g1_silu": {"sdpa_transform": "silu"},
     "switch_kv_8_top8": {"switch_heads": 8, "switch_top_k": 8, "switch_keys": True},
@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def experts_plus4(model: ModelConfig) -> dict[str, Any]:
-    """Four more experts, all of which every token goes to in addition to those it went to (T1 row 4).
+    """Four more experts, all of which every token goes to in addition to those it went to.
 
     Raises:
       ConfigError: for a dense model.
@@ -52,12 +52,12 @@ def experts_plus4(model: ModelConfig) -> dict[str, Any]:
 
 
 def kv_double(model: ModelConfig) -> dict[str, Any]:
-    """Twice the kv heads: 8 in place of the paper's 4 (T1 row 2)."""
+    """Twice the kv heads: 8 in place of the paper's 4."""
     return {"num_kv_heads": 2 * model.num_kv_heads}
 
 
 def q_half_more(model: ModelConfig) -> dict[str, Any]:
-    """Half as many query heads again, of the same size: 48 in place of the paper's 32 (T1 row 3).
+    """Half as many query heads again, of the same size: 48 in place of the paper's 32.
 
     Raises:
       ConfigError: where that is no whole number.
@@ -101,6 +101,15 @@ PAPER: dict[str, dict[int, str]] = {
         6: "g1_silu",
         7: "g1_additive_identity",
     },
+    "table4": {
+        1: "baseline",
+        2: "g1_elementwise",
+        3: "g1_headwise",
+        4: "g1_elementwise_shared",
+        5: "g2_elementwise",
+        6: "g1_input_independent",
+        7: "g1_elementwise_ns",
+    },
     "table6": {
         1: "baseline",
         2: "switch_kv_8_top8",
@@ -122,6 +131,6 @@ def apply(config: Config, name: str) -> Config:
     for part in name.split("+"):
         if part not in NAMES:
             raise ConfigError("gate", part, f"no such variant; known: {', '.join(NAMES)}")
-        new = RELATIVE[part](config.model) if part in RELATIVE else VARIANTS[part]
+        new = RELATIVE[part](override(config.model, fields)) if part in RELATIVE else VARIANTS[part]
         fields |= new | {"gates": fields["gates"] + new.get("gates", ())}
     return override(config, {f"model.{key}": value for key, value in fields.items()})

@@ -6,22 +6,19 @@ paper contradicts itself, or its own shape, the table says so and nothing is fit
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from configs.models import moe_15a2b
 from configs.variants import PAPER, apply
+from experiments import report
 from experiments.render import Block, Bullets, Grid, Heading, Text, terminal
 from gattn import model
 
-PUBLISHED = Path(__file__).with_name("paper_tables.json")
 PRINTED_TOTAL, PRINTED_ACTIVE = 15.0, 2.54  # billions; paper Sec. 3.1
 
 TABLES = ("table1", "table6")
@@ -73,8 +70,6 @@ def count(variant: str) -> dict[str, int]:
 
 def added(table: str) -> list[Added]:
     """All rows of "table1" or "table6"."""
-    paper = json.loads(PUBLISHED.read_text(encoding="utf-8"))[table]
-    rows: list[dict[str, Any]] = [dict(zip(paper["columns"], row, strict=True)) for row in paper["rows"]]
     base = count("baseline")["params"]
     return [
         Added(
@@ -84,7 +79,7 @@ def added(table: str) -> list[Added]:
             (count(variant)["params"] - base) / 1e6,
             row["added_params_m"],
         )
-        for row in rows
+        for row in report.paper_rows(table)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,11 +11,12 @@ from configs.models import moe_small, moe_tiny
 from experiments import report, study
 from experiments.report import Finding
 from experiments.study import Part, Study
+from gattn.config import ConfigError, override
 
 BASES = {"cpu": moe_tiny, "chip": moe_small}
 COLUMNS = (report.PERPLEXITY, report.BITS, report.LOSS, report.FALL, *report.ATTENTION_COLUMNS, *report.BENCHMARKS)
 NOTE = (
-    "Decoders with experts on the embedded corpus. Held equal: tokens, and every setting that the table below does not "
+    "Decoders with experts. Held equal: tokens, and every setting that the table below does not "
     "list as different; as in the paper a row adds its parameters and FLOPs, both of which are listed. Perplexity is "
     "per token of our tokenizer and no match for the paper's; bits/byte does not depend on the tokenizer. Benchmarks "
     "(HellaSwag and so on) are the paper's; ours are missing where a run was not evaluated on them. F-Attn has to be "
@@ -26,16 +28,28 @@ NOTE = (
 class Args(study.Args):
     scale: Literal["cpu", "chip"] = "cpu"
     """cpu: `moe_tiny`, a few minutes of one core per run; chip: `moe_small`, one GPU or TPU with 80 GB."""
+    source: str | None = None
+    """Data as `--data.source` of training has it; by default the embedded corpus, with which only cpu works."""
 
 
 def build(table: str, args: Args, title: str, findings: Sequence[Finding]) -> Study:
     """All rows of a published table at a scale."""
-    base = BASES[args.scale]()
+    base = study.cut(BASES[args.scale](), args.steps)
+    if args.source is not None:
+        base = override(base, {"data.source": args.source})
+    elif args.scale == "chip":
+        tokens = base.train.steps * base.data.batch_size * base.data.seq_len
+        raise ConfigError(
+            "--source",
+            args.source,
+            f"{tokens:,} tokens are not in the embedded corpus: `python -m gattn prepare` a text",
+        )
+    model = base.model
     part = Part(
         name=f"experts {args.scale}",
         heading=f"{title}, {base.train.steps * base.data.batch_size * base.data.seq_len:,} tokens a run",
         note=NOTE,
-        base=study.cut(base, args.steps),
+        base=base,
         lines=study.paper_lines(table),
         seeds=args.seeds,
         columns=COLUMNS,
@@ -44,6 +58,11 @@ def build(table: str, args: Args, title: str, findings: Sequence[Finding]) -> St
     note = (
         f"Rows of the paper's Table {table.removeprefix('table')} ({report.paper()[table]['model']}) with the model "
         f"`{BASES[args.scale].__name__}`. The paper's numbers stand beside ours for the order of rows and the size of "
-        "effects: models, data and training differ by orders of magnitude."
+        "effects: models, data and training differ by orders of magnitude. Rows have the paper's names, but "
+        f"their sizes are this model's: {model.num_kv_heads} kv heads where it has 4, and twice as many where it has "
+        f"8; {model.num_heads} and {model.num_heads * 3 // 2} query heads for its 32 and 48; {model.num_experts} "
+        f"experts, top-{model.experts_per_token}, for its 128, top-8, and four more of each."
     )
-    return study.study(table, args, args.scale, f"Gated attention, Table {table.removeprefix('table')}", note, [part])
+    title = f"Gated attention, Table {table.removeprefix('table')}"
+    options = ["--source", shlex.quote(args.source)] if args.source else []
+    return study.study(table, args, args.scale, title, note, [part], options=options)

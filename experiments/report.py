@@ -83,10 +83,15 @@ def paper() -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "paper_tables.json").read_text())
 
 
+def paper_rows(table: str) -> list[dict[str, Any]]:
+    """The rows of a published table, by its columns."""
+    published = paper()[table]
+    return [dict(zip(published["columns"], line, strict=True)) for line in published["rows"]]
+
+
 def paper_row(table: str, row: int) -> dict[str, Any]:
     """Row number `row` of a published table, e.g. `paper_row("table4", 2)["f_attn"]`."""
-    published = paper()[table]
-    return next(dict(zip(published["columns"], line, strict=True)) for line in published["rows"] if line[0] == row)
+    return next(line for line in paper_rows(table) if line["row"] == row)
 
 
 def load_results(runs: Sequence[Run]) -> list[Result | None]:

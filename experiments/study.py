@@ -1,13 +1,13 @@
 """What every table has in common: which runs its rows need, one command that trains what is missing and reports.
 
-A study is a list of parts; a part is a base config and lines, each a variant with its changes and the paper's row. An
+A study is a list of parts; a part is a base config and lines, each a variant and the paper's row. An
 experiment's file says which those are, and nothing else (`experiments/table1.py` is a short one).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from configs.variants import PAPER, apply
 from experiments import report
 from experiments.launchers import Launcher, SlurmOptions, launch
 from experiments.report import Column, Finding, Row, Section, Table
-from experiments.runner import Run
+from experiments.runner import Run, sweep
 from gattn.config import Config, ConfigError, override
 
 
@@ -50,14 +50,11 @@ class Line:
     """A name of `configs.variants`, or several joined by +."""
     paper: tuple[str, int] | None = None
     """Table and row of the published numbers, e.g. ("table4", 2)."""
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted fields that differ from the part's base in addition."""
 
 
 def paper_lines(table: str) -> tuple[Line, ...]:
     """The rows of a published table by the paper's names, with the activation where two have the same."""
-    published = report.paper()[table]
-    rows = [dict(zip(published["columns"], row, strict=True)) for row in published["rows"]]
+    rows = report.paper_rows(table)
     names = [row["method"] for row in rows]
     labels = [
         f"{name}, {row['activation']}" if names.count(name) > 1 else name for name, row in zip(names, rows, strict=True)
@@ -89,12 +86,10 @@ class Part:
 
     def runs(self, labels: Sequence[str]) -> list[Run]:
         """The runs of these lines."""
+        lines = {line.label: line for line in self.lines}
         runs = []
-        for line in self.lines:
-            if line.label in labels:
-                config = override(apply(self.base, line.variant), line.changes)
-                name = f"{self.name}: {line.label}"
-                runs += [Run(name, seed, override(config, {"train.seed": seed})) for seed in range(self.seeds)]
+        for line in map(lines.__getitem__, labels):
+            runs += sweep(apply(self.base, line.variant), {f"{self.name}: {line.label}": {}}, range(self.seeds))
         return runs
 
     def section(self) -> Section | None:
@@ -129,12 +124,22 @@ class Study:
         return Table(self.name, self.title, self.note, self.command, sections)
 
 
-def study(module: str, args: Args, scale: str, title: str, note: str, parts: Sequence[Part], family: str = "") -> Study:
-    """A study whose runs are cut to `args.steps`, and which says so and what its command is.
+def study(
+    module: str,
+    args: Args,
+    scale: str,
+    title: str,
+    note: str,
+    parts: Sequence[Part],
+    *,
+    family: str = "",
+    options: Sequence[str] = (),
+) -> Study:
+    """A study whose runs are cut to `args.steps`, and which says so and what its command is, `options` included.
 
     `family` names the report's folder in place of the scale, where scales share one.
     """
-    words = [f"--scale {scale}", f"--seeds {args.seeds}" if args.seeds != Args.seeds else ""]
+    words = [*options, f"--scale {scale}", f"--seeds {args.seeds}" if args.seeds != Args.seeds else ""]
     words += [f"--steps {args.steps}" if args.steps else ""]
     name = f"{module}-{family or scale}"
     if args.steps:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from configs.models import tiny
+from configs.variants import PAPER
 from experiments import report, study
 from experiments.report import bound, ordering, same_order_as_paper
 from experiments.sinkbench import sinkbench_config, sinkbench_heads_config
@@ -22,19 +23,19 @@ SHARED, HEADWISE_SHARED = "SDPA elementwise head-shared", "SDPA headwise head-sh
 VALUE, INDEPENDENT, NS = "value elementwise", "SDPA input-independent", "SDPA elementwise NS-sigmoid"
 OFF_BY_ONE, SINK_LOGIT = "off-by-one softmax", "sink logit"
 
-# Label -> variant, and the row of the paper's Table 4 (None: not in it).
-VARIANT: dict[str, tuple[str, int | None]] = {
-    BASELINE: ("baseline", 1),
-    ELEMENTWISE: ("g1_elementwise", 2),
-    HEADWISE: ("g1_headwise", 3),
-    SHARED: ("g1_elementwise_shared", 4),
-    HEADWISE_SHARED: ("g1_headwise_shared", None),
-    VALUE: ("g2_elementwise", 5),
-    INDEPENDENT: ("g1_input_independent", 6),
-    NS: ("g1_elementwise_ns", 7),
-    OFF_BY_ONE: ("softmax_off_by_one", None),
-    SINK_LOGIT: ("sink_logit", None),
+VARIANT = {
+    BASELINE: "baseline",
+    ELEMENTWISE: "g1_elementwise",
+    HEADWISE: "g1_headwise",
+    SHARED: "g1_elementwise_shared",
+    HEADWISE_SHARED: "g1_headwise_shared",
+    VALUE: "g2_elementwise",
+    INDEPENDENT: "g1_input_independent",
+    NS: "g1_elementwise_ns",
+    OFF_BY_ONE: "softmax_off_by_one",
+    SINK_LOGIT: "sink_logit",
 }
+ROW = {variant: ("table4", row) for row, variant in PAPER["table4"].items()}
 PAPER_ROWS = (BASELINE, ELEMENTWISE, HEADWISE, SHARED, VALUE, INDEPENDENT, NS)
 SHARING_ROWS = (BASELINE, HEADWISE, HEADWISE_SHARED)
 TEXT_ROWS = (BASELINE, ELEMENTWISE, HEADWISE)
@@ -150,9 +151,7 @@ def _lines(full: bool, *, demo: tuple[str, ...], cpu: tuple[str, ...]) -> dict[s
     """The lines of both scales, and which of them this one does not train."""
     needed = cpu if full else demo
     lines = tuple(
-        Line(label, variant, ("table4", number) if number else None)
-        for label, (variant, number) in VARIANT.items()
-        if label in (*demo, *cpu)
+        Line(label, variant, ROW.get(variant)) for label, variant in VARIANT.items() if label in (*demo, *cpu)
     )
     return {"lines": lines, "optional": frozenset(line.label for line in lines) - set(needed)}
 

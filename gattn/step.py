@@ -177,10 +177,12 @@ def evaluate_all(
 
 
 def describe_model(config: Config) -> dict[str, Any]:
-    """Counts of the model as built, for result.json and `--dry-run`."""
+    """Counts of the model as built, for result.json and `--dry-run`; `ffn_width` is that of all experts of a token."""
+    routed = config.model.experts_per_token * config.model.expert_dim
+    ffn = routed if config.model.num_experts else config.model.ffn_width
     return {
         **model.param_counts(config.model),
-        "ffn_width": config.model.ffn_width,
+        "ffn_width": ffn,
         "flops_per_token": model.flops_per_token(config.model, config.data.seq_len),
     }
 

@@ -147,9 +147,9 @@ class _Run:
         self.mark = (self.step, time.monotonic())  # where the next interval's speed is measured from
         self.flops_per_token = model.flops_per_token(config.model, config.data.seq_len)
         self.progress.note(f"{config.run_name}: {'from step ' + str(self.step) if self.step else 'new run'}")
-        size, ffn = model.param_counts(config.model), config.model.ffn_width
+        size = describe_model(config)
         self.progress.note(
-            f"{size['params']:,} parameters, {size['param_difference']:+,} to the plain model (FFN {ffn})"
+            f"{size['params']:,} parameters, {size['param_difference']:+,} to the plain model (FFN {size['ffn_width']})"
         )
 
     def finish(self) -> dict[str, Any]:

@@ -92,6 +92,7 @@ def test_wider_attention_is_the_papers_at_its_size():
 
 
 def test_gates_of_joined_variants_add_up():
+    assert apply(moe_15a2b(), "kv_double+kv_double").model.num_kv_heads == 16
     both = apply(tiny(), "g1_headwise+g2_elementwise")
     assert [gate.label for gate in both.model.gates] == ["g1_headwise", "g2_elementwise"]
     assert apply(both, "baseline").model.gates == ()

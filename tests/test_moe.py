@@ -102,6 +102,23 @@ def test_the_loop_for_cpus_is_what_other_platforms_compute(monkeypatch, dtype, l
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * np.abs(other).max(), err_msg=str(path))
 
 
+def test_what_is_not_finite_stays_with_its_expert():
+    """One assignment's weight is NaN; the kernels of other experts get the gradients that they had."""
+    model = config()
+    params, x = problem(model)
+    rows = x.reshape(-1, model.d_model)
+    weights, experts, _ = moe.route(rows, params["router"], model.experts_per_token, normalise=True)
+    routing, kernels = moe.arrange(experts, model.num_experts), tuple(params[name] for name in ("gate", "up", "down"))
+
+    def gradients(weights):
+        return jax.grad(lambda *kernels: moe._looped(routing, rows, weights, kernels).sum(), (0, 1, 2))(*kernels)
+
+    for broken, whole in zip(gradients(weights.at[0, 0].set(jnp.nan)), gradients(weights), strict=True):
+        others = np.arange(model.num_experts) != experts[0, 0]
+        np.testing.assert_array_equal(broken[others], whole[others])
+        assert np.isnan(broken[~others]).any()
+
+
 def test_no_array_holds_every_token_for_every_expert():
     """Forward or backward: of tokens times experts there are probabilities, nothing of the experts' width or D."""
     model = config(num_experts=32, experts_per_token=1, expert_dim=16, d_model=16)

@@ -13,12 +13,13 @@ from rich.console import Console
 from experiments import report, study, table1, table3, table4, table6
 from experiments.report import Row, Section, Table
 from experiments.runner import Run, sweep
-from gattn.config import Config, GateSpec, override
+from gattn.config import Config, ConfigError, GateSpec, override
 from gattn.files import home
 
 # What each fake run measured, by label and seed.
 F_ATTN = {"baseline": (0.6, 0.7, 0.5), "gated": (0.02, 0.03, 0.01)}
 GATED = {"model.gates": (GateSpec("g1", "headwise"),)}
+SOURCE = {"chip": "/data/text"}
 COLUMNS = (*report.ATTENTION_COLUMNS, report.ABSORBED, report.EXCESS)
 
 
@@ -55,10 +56,10 @@ def fake_result(run: Run, f_attn: float, gate: float = 0.2, bayes: float | None 
         "config": json.loads(json.dumps(dataclasses.asdict(config))),
         "model": {
             "params": 1_234_567,
+            "active_params": 1_100_000,
             "non_embedding_params": 1_000_000,
             "gate_params": config.model.gate_params,
             "ffn_width": config.model.ffn_width,
-            "param_difference": 0,
             "flops_per_token": 6e6,
         },
         "data": {"source": config.data.source, "fingerprint": "feedbeef", "tokens": 2_457_600, "vocab_size": 65},
@@ -283,7 +284,7 @@ def test_every_row_of_table_4_prints_the_published_numbers():
 @pytest.mark.parametrize("scale", ["cpu", "chip"])
 def test_every_row_of_a_table_of_perplexities_prints_the_published_numbers(module, scale):
     name = module.__name__.rpartition(".")[2]
-    markdown, _, _ = written(module.build(module.Args(scale=scale, seeds=1)).table())
+    markdown, _, _ = written(module.build(module.Args(scale=scale, seeds=1, source=SOURCE.get(scale))).table())
     published = report.paper()[name]
     lines = study.paper_lines(name)
     assert len({line.label for line in lines}) == len(lines) == len(published["rows"])
@@ -303,6 +304,15 @@ def test_findings_name_rows_that_are_there(module):
     assert not [text for text in findings if "not measured" in text or "too few" in text]
 
 
+def test_a_chip_needs_a_text_of_its_own_and_the_report_says_how_it_was_called(tmp_path):
+    with pytest.raises(ConfigError, match=r"--source.*prepare"):
+        table1.build(table1.Args(scale="chip"))
+    one = table1.build(table1.Args(scale="chip", source="/data/my text", steps=7))
+    assert one.command == "python -m experiments.table1 --source '/data/my text' --scale chip --steps 7"
+    assert {run.config.data.source for run in one.runs()} == {"/data/my text"}
+    assert f"{7 * 128 * 2048:,} tokens a run" in one.parts[0].heading
+
+
 def test_tables_share_their_runs():
     folders = [{run.folder for run in module.build(module.Args(seeds=1)).runs()} for module in (table1, table3, table6)]
     assert [len(one) for one in folders] == [15, 7, 6]
@@ -320,7 +330,7 @@ def test_what_a_row_costs_stands_beside_the_first(tmp_path):
     markdown = written(table)[0]
     trained = markdown[markdown.index("What was trained") :]
     row = cells(trained, "gated")
-    assert (row["against baseline"], row["tokens"]) == ("+1,000", "2,457,600")
+    assert (row["against baseline"], row["tokens"], row["active"]) == ("+1,000", "2,457,600", "1,100,000")
     assert float(row["training FLOPs"]) == pytest.approx(6e6 * 2_457_600, rel=1e-2)
 
 
