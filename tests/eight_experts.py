@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from gattn import moe, sharding
+from gattn import exchange, moe, sharding
 from gattn.config import MeshConfig, ModelConfig
 from tests.attention import quick
 from tests.eight import print_all
@@ -167,9 +167,9 @@ def moved(mesh, experts=8, rows=12):
     tags = np.arange(n * rows, dtype=np.float32).reshape(n * rows, 1) + 1
 
     def there_and_back(x):
-        there, back = moe.ways(jnp.asarray(counts), jax.lax.axis_index("expert"))
-        away, give_back = jax.vjp(lambda x: moe.exchange(x, (rows, buffer), there, back), x)
-        return away, moe.exchange(away, (buffer, rows), back, there), give_back(jnp.square(away))[0]
+        there, back = exchange.ways(jnp.asarray(counts), jax.lax.axis_index("expert"))
+        away, give_back = jax.vjp(lambda x: exchange.exchange(x, (rows, buffer), there, back), x)
+        return away, exchange.exchange(away, (buffer, rows), back, there), give_back(jnp.square(away))[0]
 
     with on(mesh):
         cut = PartitionSpec("expert")

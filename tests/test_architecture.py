@@ -25,6 +25,7 @@ ROWS = [
     ["gattn.kernels.cudnn"],
     ["gattn.kernels.api"],
     ["gattn.gates", "gattn.rope", "gattn.probes"],
+    ["gattn.exchange"],
     ["gattn.moe"],
     ["gattn.layers"],
     ["gattn.model"],
