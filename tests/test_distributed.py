@@ -1,11 +1,13 @@
 """Several processes train as one does: by the command line, on 8 CPU devices in one process or in two of four."""
 
+import contextlib
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -48,15 +50,30 @@ pytestmark = [
 
 
 def started(*arguments, devices, processes):
-    """`python -m tests.train_apart ...` in several processes; exit code, stdout and stderr of each."""
+    """`python -m tests.train_apart ...` in several processes; exit code, stdout and stderr of each.
+
+    Into files: processes wait for each other, and one that had filled a pipe would wait for its reader.
+    """
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices // processes), "PYTHONPATH": str(ROOT), "COLUMNS": "1000"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
-    running = [
-        subprocess.Popen([sys.executable, "-m", "tests.train_apart", *map(str, arguments[i])], **pipes)
-        for i in range(processes)
-    ]
-    said = [process.communicate(timeout=500) for process in running]
-    return [(process.returncode, *both) for process, both in zip(running, said, strict=True)]
+    with contextlib.ExitStack() as stack:
+        files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in "oe"] for _ in range(processes)]
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.train_apart", *map(str, words)],
+                stdout=out,
+                stderr=err,
+                text=True,
+                env=env,
+            )
+            for words, (out, err) in zip(arguments, files, strict=True)
+        ]
+        codes = [process.wait(timeout=500) for process in running]
+        return [(code, *map(_whole, both)) for code, both in zip(codes, files, strict=True)]
+
+
+def _whole(file):
+    file.seek(0)
+    return file.read()
 
 
 def address():
