@@ -16,8 +16,8 @@ from gattn.config import ConfigError, override
 BASES = {"cpu": moe_tiny, "chip": moe_small}
 COLUMNS = (report.PERPLEXITY, report.BITS, report.LOSS, report.FALL, *report.ATTENTION_COLUMNS, *report.BENCHMARKS)
 NOTE = (
-    "Decoders with experts. Held equal: tokens, and every setting that the table below does not "
-    "list as different; as in the paper a row adds its parameters and FLOPs, both of which are listed. Perplexity is "
+    "Decoders with experts. Held equal: tokens, and every setting that the table below does not list as different; as "
+    "in the paper a row adds its parameters and FLOPs, both of which are listed. Perplexity is "
     "per token of our tokenizer and no match for the paper's; bits/byte does not depend on the tokenizer. Benchmarks "
     "(HellaSwag and so on) are the paper's; ours are missing where a run was not evaluated on them. F-Attn has to be "
     "read against its floor: sinks in text appear only after 0.5 to 1 billion tokens."
@@ -35,10 +35,10 @@ class Args(study.Args):
 def build(table: str, args: Args, title: str, findings: Sequence[Finding]) -> Study:
     """All rows of a published table at a scale."""
     base = study.cut(BASES[args.scale](), args.steps)
+    tokens = base.train.steps * base.data.batch_size * base.data.seq_len
     if args.source is not None:
         base = override(base, {"data.source": args.source})
     elif args.scale == "chip":
-        tokens = base.train.steps * base.data.batch_size * base.data.seq_len
         raise ConfigError(
             "--source",
             args.source,
@@ -47,7 +47,7 @@ def build(table: str, args: Args, title: str, findings: Sequence[Finding]) -> St
     model = base.model
     part = Part(
         name=f"experts {args.scale}",
-        heading=f"{title}, {base.train.steps * base.data.batch_size * base.data.seq_len:,} tokens a run",
+        heading=f"{title}, {tokens:,} tokens a run",
         note=NOTE,
         base=base,
         lines=study.paper_lines(table),

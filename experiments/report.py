@@ -127,7 +127,7 @@ LOSS = Column("held-out loss", lambda r: r["eval"]["loss"])
 FALL = Column("fell by", lambda r: r["eval"]["initial_loss"] - r["eval"]["loss"], brief="fell by")
 PERPLEXITY = Column("perplexity", lambda r: r["eval"]["perplexity"], ".2f", paper="ppl", brief="ppl")
 BENCHMARKS = tuple(
-    Column(title, lambda r, key=key: r["benchmarks"][key], ".2f", paper=key)  # type: ignore[misc]
+    Column(title, lambda r, key=key: r["benchmarks"][key], ".2f", paper=key)
     for key, title in (("hellaswag", "HellaSwag"), ("mmlu", "MMLU"), ("gsm8k", "GSM8k"), ("ceval", "C-eval"))
 )
 BITS = Column("bits/byte", lambda r: r["eval"]["bits_per_byte"], ".4f", brief="bits/B")

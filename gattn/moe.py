@@ -190,16 +190,17 @@ def _looped(routing: Routing, x: Array, weights: Array, kernels: Kernels) -> Flo
 
 def _looped_keeping(routing, x, weights, kernels, keep=True):
     order, inverse, counts = routing
-    tokens, scales = order // weights.shape[1], _permute(weights.reshape(-1), order, inverse)
-    rows, kept = grouped_cpu.experts(_activate, x, tokens, scales, kernels, counts, keep=keep)
-    return _combine(rows, order, inverse, weights.shape[1]), (routing, x, scales, kernels, kept)
+    per_token = weights.shape[1]
+    scales = _permute(weights.reshape(-1), order, inverse)
+    assigned = grouped_cpu.Assigned(x, order // per_token, scales, kernels, counts)
+    rows, kept = grouped_cpu.experts(_activate, assigned, keep=keep)
+    return _combine(rows, order, inverse, per_token), (routing, assigned, kept)
 
 
 def _looped_backward(residuals, cotangent):
-    (order, inverse, counts), x, scales, kernels, kept = residuals
-    per_token = order.size // x.shape[0]
-    arguments = _activate, x, order // per_token, scales, kernels, counts, kept, cotangent
-    dx, dscales, dkernels = grouped_cpu.experts_gradients(*arguments)
+    (order, inverse, _), assigned, kept = residuals
+    per_token = order.size // cotangent.shape[0]
+    dx, dscales, dkernels = grouped_cpu.experts_gradients(_activate, assigned, kept, cotangent)
     dweights = _permute(dscales, inverse, order).reshape(-1, per_token)
     return None, _combine(dx, order, inverse, per_token), dweights, dkernels
 

@@ -130,15 +130,21 @@ def matrices(lhs: Array, dout: Array, sizes: Array, dtype: Any) -> Array:
 # ---- whole experts ------------------------------------------------------------------------------------------------
 
 
+class Assigned(NamedTuple):
+    """Assignments of tokens to experts, sorted by expert, and all that an expert needs."""
+
+    x: Float[Array, "T D"]
+    tokens: Int[Array, " A"]
+    """Which row of x each takes."""
+    scales: Float[Array, " A"]
+    kernels: tuple[Array, Array, Array]
+    """Gate and up [E, D, F], down [E, F, D], in x's dtype."""
+    sizes: Int[Array, " E"]
+    """How many each expert has; they add up to A."""
+
+
 def experts(
-    activate: Callable[[Array, Array], Array],
-    x: Float[Array, "T D"],
-    tokens: Int[Array, " A"],
-    scales: Float[Array, " A"],
-    kernels: tuple[Array, Array, Array],
-    sizes: Int[Array, " E"],
-    *,
-    keep: bool,
+    activate: Callable[[Array, Array], Array], assigned: Assigned, *, keep: bool
 ) -> tuple[Float[Array, "A D"], Float[Array, "A 2F"] | None]:
     """``activate([x W_gate, x W_up], scale) W_down`` for ``x[tokens]``, sorted by expert: `rows` twice, in one loop.
 
@@ -147,10 +153,9 @@ def experts(
 
     Args:
       activate: [rows, 2F] and [rows] in float32 -> [rows, F].
-      tokens: [A], which row of x an assignment takes; sizes [E] add up to A.
-      kernels: gate and up [E, D, F], down [E, F, D], in x's dtype.
       keep: whether to return the first product too, which `experts_gradients` needs.
     """
+    x, tokens, scales, kernels, sizes = assigned
     count, dtype = tokens.size, x.dtype
 
     def step(carry: Any, block: _Block, size: int) -> Any:
@@ -176,11 +181,7 @@ def experts(
 
 def experts_gradients(
     activate: Callable[[Array, Array], Array],
-    x: Float[Array, "T D"],
-    tokens: Int[Array, " A"],
-    scales: Float[Array, " A"],
-    kernels: tuple[Array, Array, Array],
-    sizes: Int[Array, " E"],
+    assigned: Assigned,
     kept: Float[Array, "A 2F"],
     cotangent: Float[Array, "T D"],
 ) -> tuple[Float[Array, "A D"], Float[Array, " A"], tuple[Array, Array, Array]]:
@@ -188,6 +189,7 @@ def experts_gradients(
 
     `cotangent` is that of the sums; `kept` is what `experts` kept.
     """
+    x, tokens, scales, kernels, sizes = assigned
     count, dtype, width = tokens.size, x.dtype, kernels[0].shape[2]
 
     def step(carry: Any, block: _Block, size: int) -> Any:
