@@ -250,4 +250,4 @@ def _reason(error: BaseException) -> str:
     """The first line of what went wrong at the bottom: orbax wraps the cause."""
     while below := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = below
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:1000]}"

@@ -318,14 +318,16 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(tmp_path, signa
         "sys.exit(main(['train', '--config', sys.argv[1], '--dir', sys.argv[2]]))\n"
     )
     (tmp_path / "config.json").write_text(to_json(SHORT))
-    arguments = [str(tmp_path / "config.json"), str(tmp_path / "run"), str(signalled)]
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    run = tmp_path / ("deep" * 50) / "run"  # a long path leaves room for the reason
+    command = [sys.executable, "-c", program, str(tmp_path / "config.json"), str(run), str(signalled)]
+    no_cache = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # which could not be written either
+    done = subprocess.run(command, env=no_cache, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1
     assert "File too large" in done.stderr
     assert "goes on from here" not in done.stdout
-    assert Checkpoints(tmp_path / "run" / "checkpoints").steps == [4]
-    assert train.train(SHORT, tmp_path / "run")["evals"]["step"] == [0, 4, 8, 12]
+    assert Checkpoints(run / "checkpoints").steps == [4]
+    assert train.train(SHORT, run)["evals"]["step"] == [0, 4, 8, 12]
 
 
 def bad_at(step: int):
