@@ -2,6 +2,7 @@
 # make test   set up, run every test
 # make test-aot   compile the kernels for TPUs and GPUs that are not here (Linux x86-64; installs 1.8 GB in .venv-aot)
 # make test-slurm   run sweeps on a Slurm cluster of this one machine (Debian or Ubuntu; root, to install Slurm and munge)
+# make test-browser   open the reports in a headless Chromium, on a desktop and on a phone (Debian; root, to install it)
 # make lint   ruff and mypy        make clean   remove the environment and caches, keep runs/
 
 # The first interpreter that really runs and is new enough; `make PYTHON=/path/to/python` chooses another.
@@ -9,7 +10,7 @@ PYTHON ?= $(shell for p in python3.12 python3.13 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 
-.PHONY: demo test test-aot test-slurm lint clean
+.PHONY: demo test test-aot test-slurm test-browser lint clean
 demo: .venv/installed
 	$(BIN)/python -m experiments.table4 --scale demo
 
@@ -28,6 +29,12 @@ test-slurm: .venv/installed
 		apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends slurm-wlm munge; \
 	else echo "test-slurm:$$missing missing: install slurm-wlm and munge, or run this as root where apt-get is"; exit 1; fi
 	$(BIN)/python -m pytest -n 0 tests/slurm
+
+test-browser: .venv/installed
+	@command -v chromium >/dev/null || if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends chromium; \
+	else echo "test-browser: chromium missing: install it, or run this as root where apt-get is"; exit 1; fi
+	$(BIN)/python -m pytest -n 0 tests/browser
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

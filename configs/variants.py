@@ -26,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "g1_additive_identity": {"gates": (GateSpec("g1", op="add", activation="identity"),)},
     "g1_elementwise_ns": {"gates": (GateSpec("g1", activation="ns_sigmoid"),)},
     "g1_input_independent": {"gates": (GateSpec("g1", source="independent"),)},
+    "g1_elementwise_identity": {"gates": (GateSpec("g1", activation="two_sigmoid", init_scale=0.0),)},  # A.7
     "g1_rmsnorm": {"sdpa_transform": "rmsnorm"},
     "g1_silu": {"sdpa_transform": "silu"},
     "switch_kv_8_top8": {"switch_heads": 8, "switch_top_k": 8, "switch_keys": True},
@@ -35,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "switch_v_1_top1": {"switch_heads": 1, "switch_top_k": 1},  # g2_headwise by another name
     "softmax_off_by_one": {"softmax": "off_by_one"},  # rivals: no gate, a softmax that may attend to nothing
     "sink_logit": {"softmax": "sink_logit"},
+    "sandwich_norm": {"sandwich_norm": True},
 }
 
 
@@ -91,6 +93,22 @@ PAPER: dict[str, dict[int, str]] = {
         13: "g2_elementwise_shared",
         14: "g1_additive_silu",
         15: "g1_elementwise_silu",
+    },
+    "table2": {
+        1: "baseline",
+        2: "g1_elementwise",
+        3: "baseline",
+        4: "g1_elementwise",
+        5: "baseline",
+        6: "baseline",
+        7: "sandwich_norm",
+        8: "g1_elementwise",
+        9: "g1_headwise",
+        10: "g1_elementwise",
+        11: "baseline",
+        12: "baseline",
+        13: "g1_elementwise",
+        14: "g1_elementwise",
     },
     "table3": {
         1: "baseline",

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
-from configs.models import moe_small, moe_tiny
+from configs.models import moe_15a2b, moe_small, moe_tiny
 from experiments import report, study
 from experiments.report import Finding
-from experiments.study import Part, Study
-from gattn.config import ConfigError, override
+from experiments.study import Part, ScaledArgs, Study
 
-BASES = {"cpu": moe_tiny, "chip": moe_small}
+BASES = {"cpu": moe_tiny, "chip": moe_small, "pod": moe_15a2b}
 COLUMNS = (report.PERPLEXITY, report.BITS, report.LOSS, report.FALL, *report.ATTENTION_COLUMNS, *report.BENCHMARKS)
 NOTE = (
     "Decoders with experts. Held equal: tokens, and every setting that the table below does not list as different; as "
@@ -24,29 +20,12 @@ NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Args(study.Args):
-    scale: Literal["cpu", "chip"] = "cpu"
-    """cpu: `moe_tiny`, a few minutes of one core per run; chip: `moe_small`, one GPU or TPU with 80 GB."""
-    source: str | None = None
-    """Data as `--data.source` of training has it; by default the embedded corpus, with which only cpu works."""
-
-
-def build(table: str, args: Args, title: str, findings: Sequence[Finding]) -> Study:
-    """All rows of a published table at a scale."""
-    base = study.cut(BASES[args.scale](), args.steps)
+def rows(table: str, args: ScaledArgs, title: str, findings: Sequence[Finding], scale: str) -> Part:
+    """The rows of a published table as language models of a scale."""
+    base = study.given(BASES[scale](), args)
     tokens = base.train.steps * base.data.batch_size * base.data.seq_len
-    if args.source is not None:
-        base = override(base, {"data.source": args.source})
-    elif args.scale == "chip":
-        raise ConfigError(
-            "--source",
-            args.source,
-            f"{tokens:,} tokens are not in the embedded corpus: `python -m gattn prepare` a text",
-        )
-    model = base.model
-    part = Part(
-        name=f"experts {args.scale}",
+    return Part(
+        name=f"experts {scale}",
         heading=f"{title}, {tokens:,} tokens a run",
         note=NOTE,
         base=base,
@@ -55,6 +34,12 @@ def build(table: str, args: Args, title: str, findings: Sequence[Finding]) -> St
         columns=COLUMNS,
         findings=(report.loss_fall, report.same_order_as_paper(report.PERPLEXITY), *findings),
     )
+
+
+def build(table: str, args: ScaledArgs, title: str, findings: Sequence[Finding]) -> Study:
+    """All rows of a published table at a scale."""
+    part = rows(table, args, title, findings, args.scale)
+    model = part.base.model
     note = (
         f"Rows of the paper's Table {table.removeprefix('table')} ({report.paper()[table]['model']}) with the model "
         f"`{BASES[args.scale].__name__}`. The paper's numbers stand beside ours for the order of rows and the size of "
@@ -63,6 +48,4 @@ def build(table: str, args: Args, title: str, findings: Sequence[Finding]) -> St
         f"8; {model.num_heads} and {model.num_heads * 3 // 2} query heads for its 32 and 48; {model.num_experts} "
         f"experts, top-{model.experts_per_token}, for its 128, top-8, and four more of each."
     )
-    title = f"Gated attention, Table {table.removeprefix('table')}"
-    options = ["--source", shlex.quote(args.source)] if args.source else []
-    return study.study(table, args, args.scale, title, note, [part], options=options)
+    return study.study(table, args, f"Gated attention, Table {table.removeprefix('table')}", note, [part])

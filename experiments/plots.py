@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from experiments.render import Image
+from experiments.render import Grid, Image
 
 Result = dict[str, Any]
 Rows = Mapping[str, list[Result]]
@@ -46,14 +46,16 @@ def images(name: str, rows: Rows, published: Mapping[str, Mapping[str, Any]], lo
     out = []
     for kind, drawn in zip(kinds, made, strict=True):
         if drawn:
-            figure, alt, caption = drawn
+            figure, alt, caption, data = drawn
             buffer = io.BytesIO()
             figure.savefig(buffer, format="png", dpi=150, facecolor="white")
-            out.append(Image(f"{name}-{kind}.png", buffer.getvalue(), alt, caption))
+            width = round(96 * figure.get_figwidth())
+            out.append(Image(f"{name}-{kind}.png", buffer.getvalue(), alt, caption, width, data))
     return out
 
 
-Drawn = tuple[Figure, str, str] | None
+Drawn = tuple[Figure, str, str, tuple[Grid, ...]] | None
+"""A picture, what it shows in words, its caption, and its numbers where no table of the report has them."""
 
 
 def by_variant(rows: Rows, published: Mapping[str, Mapping[str, Any]], looks: Styles) -> Drawn:
@@ -88,6 +90,7 @@ def by_variant(rows: Rows, published: Mapping[str, Mapping[str, Any]], looks: St
         figure,
         f"Bars of F-Attn and M-Act by variant. F-Attn: {means}; uniform attention {floor:.3f}.",
         "Attention to the first token and largest activation by variant; the models have one layer (paper: Fig. 6).",
+        (),
     )
 
 
@@ -97,7 +100,12 @@ def by_layer(rows: Rows, looks: Styles) -> Drawn:
         return None
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for axis, key, title in ((left, "f_attn_by_layer", "F-Attn"), (right, "m_act_by_layer", "M-Act")):
+    tables = []
+    for axis, key, title, form in (
+        (left, "f_attn_by_layer", "F-Attn", ".3f"),
+        (right, "m_act_by_layer", "M-Act", ".3g"),
+    ):
+        means = {}
         for label, results in rows.items():
             values = np.array([r["probes"][key] for r in results])
             layers = np.arange(1, values.shape[1] + 1)
@@ -105,6 +113,8 @@ def by_layer(rows: Rows, looks: Styles) -> Drawn:
             axis.fill_between(
                 layers, values.min(0), values.max(0), color=looks[label]["color"], alpha=0.12, linewidth=0
             )
+            means[label] = dict(zip(layers.tolist(), values.mean(0), strict=True))
+        tables.append(_table(f"{title} by layer, mean over seeds", "layer", means, form))
         axis.set(xlabel="layer", ylabel=title, ylim=(0, None))
         axis.xaxis.get_major_locator().set_params(integer=True)
         _tidy(axis)
@@ -119,6 +129,7 @@ def by_layer(rows: Rows, looks: Styles) -> Drawn:
         figure,
         f"Lines of F-Attn and M-Act by layer. F-Attn: {peaks}; uniform attention {floor:.3f}.",
         "Attention to the first token and largest activation by layer (paper: Fig. 6); bands span the seeds.",
+        tuple(tables),
     )
 
 
@@ -130,6 +141,7 @@ def gate_histograms(rows: Rows, looks: Styles) -> Drawn:
     if not (gated := {label: gates for label, gates in gated.items() if gates}):
         return None
     figure, axes = _small_multiples(len(gated), 2.0, sharex=True, sharey=True)
+    bins = {}
     for axis, (label, gates) in zip(axes, gated.items(), strict=True):
         edges = np.array(gates[0]["histogram"]["edges"])
         shares = np.mean([np.mean(gate["histogram"]["shares"], axis=0) for gate in gates], axis=0)
@@ -137,12 +149,18 @@ def gate_histograms(rows: Rows, looks: Styles) -> Drawn:
         mean = np.mean([gate["mean"] for gate in gates])
         axis.axvline(mean, color="#333333", linestyle="--", linewidth=1.2)
         axis.set_title(f"{label}\nmean {mean:.3f}", fontsize=8)
+        bins[label] = {f"{low:g}–{high:g}": x for low, high, x in zip(edges, edges[1:], shares, strict=False)}
         _tidy(axis)
     axes[0].locator_params(axis="x", nbins=4)
     figure.supxlabel("gate score", fontsize=10)
     figure.supylabel("share of scores", fontsize=10)
     means = "; ".join(f"{label} mean {np.mean([gate['mean'] for gate in gates]):.3f}" for label, gates in gated.items())
-    return figure, f"Histograms of gate scores: {means}.", "Gate scores, dashed line: mean (paper: Fig. 3)."
+    return (
+        figure,
+        f"Histograms of gate scores: {means}.",
+        "Gate scores, dashed line: mean (paper: Fig. 3).",
+        (_table("Share of gate scores, mean over seeds", "score", bins, ".1%"),),
+    )
 
 
 def attention_maps(rows: Rows) -> Drawn:
@@ -174,6 +192,7 @@ def attention_maps(rows: Rows) -> Drawn:
         figure,
         f"Attention maps of layer {layer + 1}. Mean attention to the first token: {shares}.",
         f"Attention of layer {layer + 1} on one held-out text, mean over heads, first seed (paper: Fig. 2).",
+        (),
     )
 
 
@@ -184,12 +203,14 @@ def loss_curves(rows: Rows, looks: Styles) -> Drawn:
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     bayes = next(iter(rows.values()))[0]["eval"]["bayes_loss"]
+    means = {}
     for label, results in rows.items():
         for axis, key, base in ((left, "curve", 0.0), (right, "evals", bayes or 0.0)):
             # Seeds of one row log at the same steps; a run resumed with another interval may not.
             common = sorted(set.intersection(*(set(r[key]["step"]) for r in results)))
             tables = [dict(zip(r[key]["step"], r[key]["loss"], strict=True)) for r in results]
             values = np.array([[table[step] - base for step in common] for table in tables])
+            means[label] = dict(zip(common, values.mean(0), strict=True))  # of the last of both, "evals"
             look = looks[label] | {"marker": looks[label]["marker"] if key == "evals" else ""}
             axis.plot(common, values.mean(0), linewidth=1.2, markersize=4, label=label, **look)
             axis.fill_between(common, values.min(0), values.max(0), color=look["color"], alpha=0.12, linewidth=0)
@@ -202,7 +223,22 @@ def loss_curves(rows: Rows, looks: Styles) -> Drawn:
     _tidy(right)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     ends = "; ".join(f"{label} {np.mean([r['eval']['loss'] for r in v]):.3f}" for label, v in rows.items())
-    return figure, f"Loss curves. Final held-out loss: {ends}.", "Loss during training; bands span the seeds."
+    what = "Held-out loss" if bayes is None else "Held-out loss above Bayes"
+    return (
+        figure,
+        f"Loss curves. Final held-out loss: {ends}.",
+        "Loss during training; bands span the seeds.",
+        (_table(f"{what}, mean over seeds", "step", means, ".4f"),),
+    )
+
+
+def _table(caption: str, first: str, columns: Mapping[str, Mapping[Any, float]], form: str) -> Grid:
+    """A column per label; the keys of all of them are the rows."""
+    keys = dict.fromkeys(key for column in columns.values() for key in column)
+    rows = [
+        (f"{key}", *(f"{column[key]:{form}}" if key in column else "–" for column in columns.values())) for key in keys
+    ]
+    return Grid((first, *columns), tuple(rows), caption=caption)
 
 
 def _having(rows: Rows, *paths: str) -> Rows:

@@ -7,7 +7,6 @@ Nothing is scraped from logs and nothing is assumed: what was not measured print
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,19 +16,21 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import plots
-from experiments.render import Block, Bullets, Grid, Heading, Image, Text, html, markdown, terminal
+from experiments import plots, provenance
+from experiments.provenance import MISSING, Source, Trained
+from experiments.render import Block, Bullets, Grid, Heading, Link, Text, save, terminal
 from experiments.runner import Run
 from gattn.files import home
 
 Result = dict[str, Any]
 Finding = Callable[["Measured"], str]
 
-MISSING, NOT_APPLICABLE = "missing", "–"
+NOT_APPLICABLE = "–"
 LEGEND = (
     "Mean over seeds (lowest–highest). F-Attn: attention to the first token; floor: what uniform attention gives it "
     "for the same queries. Sink rate: share of heads with F-Attn above 0.3. M-Act: mean over layers of the largest "
-    "activation. Missing: not measured yet; –: the row has no such thing."
+    "activation. Missing: not measured yet; –: the row has no such thing. Our "
+    "numbers lead to their runs (in Markdown those of seeds)."
 )
 
 
@@ -155,6 +156,21 @@ class Stat:
         return f"{self.mean:{form}}" + (f" ({low}–{high})" if spread and low != high else "")
 
 
+def stat(results: Sequence[Result | None], column: Column) -> Stat:
+    """A measure of these runs; None is one that is not finished."""
+    values, applies = [], True
+    for result in filter(None, results):
+        try:
+            value = column.value(result)
+        except KeyError:
+            continue
+        if value is None:
+            applies = False
+        else:
+            values.append(value)
+    return Stat(tuple(values), applies or bool(values))
+
+
 class Measured:
     """A section's results: by row label the loaded results, by label and column the statistics."""
 
@@ -165,18 +181,23 @@ class Measured:
 
     def stat(self, label: str, column: Column) -> Stat:
         """Over the seeds of a row; a label that is no row of this section counts as not measured."""
-        results = self.results.get(label, [])
-        values, applies = [], True
-        for result in filter(None, results):
-            try:
-                value = column.value(result)
-            except KeyError:
-                continue
-            if value is None:
-                applies = False
-            else:
-                values.append(value)
-        return Stat(tuple(values), applies or bool(values))
+        return stat(self.results.get(label, []), column)
+
+    def sources(self) -> list[Source]:
+        """Rows that have results, with the runs these are from."""
+        out = []
+        for number, row in enumerate(self.section.rows, 1):
+            runs = tuple(
+                Trained(run.folder.name, run.seed, result, self._values(result))
+                for run, result in zip(row.runs, self.results[row.label], strict=True)
+                if result
+            )
+            if runs:
+                out.append(Source(row.label, provenance.row_anchor(self.section.name, number), runs))
+        return out
+
+    def _values(self, result: Result) -> tuple[str, ...]:
+        return tuple(stat([result], column).text(column.format) for column in self.columns)
 
     def present(self) -> dict[str, list[Result]]:
         """Rows that have results, with these only."""
@@ -287,21 +308,17 @@ def write(table: Table, console: Console | None = None) -> Path:
     folder = home() / "runs" / table.name
     blocks: list[Block] = [Heading(1, table.title), Text(table.note, terminal=True)]
     styles = plots.styles(row.label for section in table.sections for row in section.rows)
-    for section in table.sections:
-        blocks += _section(section, styles)
+    measured = [Measured(section) for section in table.sections]
+    for one in measured:
+        blocks += _section(one, styles)
     blocks += [
         Heading(2, "How to get this"),
         Text(f"Command: {table.command}", terminal=True),
         Text(f"Published: {paper()['source']}"),
+        *provenance.configs([(one.section.heading, one.sources()) for one in measured]),
     ]
-    files = {block.name: block.png for block in blocks if isinstance(block, Image)}
-    files |= {"report.md": markdown(blocks).encode(), "report.html": html(table.title, blocks).encode()}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        part = folder / f".{name}.{os.getpid()}"
-        part.write_bytes(content)
-        os.replace(part, folder / name)
-    for stale in set(folder.glob("*.png")) - {folder / name for name in files}:
+    names = save(folder, "report", table.title, blocks)
+    for stale in set(folder.glob("*.png")) - {folder / name for name in names}:
         stale.unlink()
     console = console or Console()
     terminal(blocks, console)
@@ -309,15 +326,16 @@ def write(table: Table, console: Console | None = None) -> Path:
     return folder
 
 
-def _section(section: Section, styles: plots.Styles) -> list[Block]:
-    measured = Measured(section)
+def _section(measured: Measured, styles: plots.Styles) -> list[Block]:
+    section, sources = measured.section, measured.sources()
     blocks: list[Block] = [Heading(2, section.heading), Text(section.note), _numbers(measured), Text(LEGEND)]
     if section.findings:
         blocks.append(Bullets(tuple(finding(measured) for finding in section.findings)))
-    if present := measured.present():
+    if sources:
         published = {row.label: row.paper for row in section.rows if row.paper}
-        blocks += plots.images(section.name, present, published, styles)
-        blocks += [Heading(3, "What was trained"), _models(present), _provenance(present)]
+        blocks += plots.images(section.name, measured.present(), published, styles)
+        blocks += [Heading(3, "What was trained"), provenance.models(sources), provenance.setting(sources)]
+        blocks += provenance.runs([column.title for column in measured.columns], sources)
     return blocks
 
 
@@ -327,79 +345,20 @@ def _numbers(measured: Measured) -> Grid:
         header += [column.title, f"{column.title}, paper"] if column.paper else [column.title]
         if column.brief:
             titles += [column.brief, "paper"] if column.paper else [column.brief]
+    anchors = {source.label: f"#{source.runs_anchor}" for source in measured.sources()}
     long, short = [], []
     for row in measured.section.rows:
         cells, brief = [row.label], [row.label]
         for column in measured.columns:
-            stat = measured.stat(row.label, column)
+            found = measured.stat(row.label, column)
             published = (row.paper or {}).get(column.paper)
             beside = [NOT_APPLICABLE if published is None else f"{published:g}"] if column.paper else []
-            cells += [stat.text(column.format), *beside]
+            text = found.text(column.format)
+            cells += [Link(text, anchors[row.label], quiet=True) if found.values else text, *beside]
             if column.brief:
-                brief += [stat.text(column.format, spread=False), *beside]
+                brief += [found.text(column.format, spread=False), *beside]
         done = f"{sum(r is not None for r in measured.results[row.label])}/{len(row.runs)}"
-        long.append((*cells, done))
+        long.append((*cells, Link(done, anchors[row.label]) if row.label in anchors else done))
         short.append((*brief, done))
-    return Grid((*header, "seeds"), tuple(long), ((*titles, "seeds"), *short))
-
-
-def _models(present: Mapping[str, list[Result]]) -> Grid:
-    first = next(iter(present))
-    header = ("variant", "parameters", "active", "gate", "FFN width", f"against {first}", "tokens", "training FLOPs")
-    base = _at(present[first][0], "model.params")
-    rows = []
-    for label, results in present.items():
-        counts = [_at(results[0], f"model.{key}") for key in ("params", "active_params", "gate_params", "ffn_width")]
-        tokens, each = _at(results[0], "data.tokens"), _at(results[0], "model.flops_per_token")
-        texts = [MISSING if count is None else f"{count:,}" for count in counts]
-        difference = MISSING if None in (counts[0], base) else f"{counts[0] - base:+,}"
-        flops = MISSING if None in (tokens, each) else f"{tokens * each:.3g}"
-        rows.append((label, *texts, difference, MISSING if tokens is None else f"{tokens:,}", flops))
-    return Grid(header, tuple(rows))
-
-
-def _provenance(present: Mapping[str, list[Result]]) -> Grid:
-    results = [result for row in present.values() for result in row]
-
-    def each(*paths: str) -> str:
-        """The distinct values over all runs: normally one."""
-        lines = {", ".join(_spell(_at(result, path)) for path in paths) for result in results}
-        return "; ".join(sorted(lines))
-
-    configs = [_flat(result["config"]) for result in results]
-    differing = sorted(key for key in configs[0] if len({json.dumps(c.get(key)) for c in configs}) > 1)
-    matching = {config.get("model.match_params") for config in configs}
-    matched = "the FFN pays for the gates" if matching == {True} else "gates add their parameters"
-    seconds = [spent for result in results if (spent := _at(result, "time.train_s")) is not None]
-    time = f"{sum(seconds):,.0f} s in all, {min(seconds):.0f}–{max(seconds):.0f} s a run" if seconds else MISSING
-    return Grid(
-        ("what", "value"),
-        (
-            ("rows differ in", ", ".join(differing) or "nothing: one run"),
-            ("held equal", f"every other field of the config; {matched}"),
-            ("data and fingerprint", each("data.source", "data.fingerprint")),
-            ("vocabulary", each("data.vocab_size")),
-            ("tokens: training, evaluation", each("data.tokens", "eval.tokens")),
-            ("machine", each("environment.platform", "environment.device_kind", "environment.cpu")),
-            ("jax, python", each("environment.jax", "environment.python")),
-            ("attention, dtype", each("environment.attention", "environment.dtype")),
-            ("training time", f"{len(results)} runs, one process each: {time}"),
-        ),
-    )
-
-
-def _at(result: Result, path: str) -> Any:
-    for key in path.split("."):
-        result = result.get(key) if isinstance(result, dict) else None
-    return result
-
-
-def _spell(value: Any) -> str:
-    return MISSING if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return out
+    caption = "Mean over seeds (lowest–highest), beside the paper's"
+    return Grid((*header, "seeds"), tuple(long), ((*titles, "seeds"), *short), caption)

@@ -6,10 +6,13 @@ experiment's file says which those are, and nothing else (`experiments/table1.py
 
 from __future__ import annotations
 
+import itertools
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import tyro
 from rich.console import Console
@@ -18,8 +21,8 @@ from configs.variants import PAPER, apply
 from experiments import report
 from experiments.launchers import Launcher, SlurmOptions, launch
 from experiments.report import Column, Finding, Row, Section, Table
-from experiments.runner import Run, sweep
-from gattn.config import Config, ConfigError, override
+from experiments.runner import Outcome, Run, sweep
+from gattn.config import Config, ConfigError, is_import_path, override
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,16 @@ class Args:
 
 
 @dataclass(frozen=True)
+class ScaledArgs(Args):
+    """Of an experiment at three scales."""
+
+    scale: Literal["cpu", "chip", "pod"] = "cpu"
+    """cpu: minutes of one core a run; chip: one GPU or TPU, hours; pod: the paper's model, tokens and schedule."""
+    source: str | None = None
+    """Data as `--data.source` of training has it; by default those of cpu, which are too small for chip and pod."""
+
+
+@dataclass(frozen=True)
 class Line:
     """A row before it is trained."""
 
@@ -50,6 +63,10 @@ class Line:
     """A name of `configs.variants`, or several joined by +."""
     paper: tuple[str, int] | None = None
     """Table and row of the published numbers, e.g. ("table4", 2)."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted fields in which it differs from the base beside its variant."""
+    start: Callable[[int], Run] | None = None
+    """By seed, the run whose last weights it starts with; it is trained before."""
 
 
 def paper_lines(table: str) -> tuple[Line, ...]:
@@ -89,8 +106,17 @@ class Part:
         lines = {line.label: line for line in self.lines}
         runs = []
         for line in map(lines.__getitem__, labels):
-            runs += sweep(apply(self.base, line.variant), {f"{self.name}: {line.label}": {}}, range(self.seeds))
+            config = apply(override(self.base, line.changes), line.variant)
+            for seed in range(self.seeds):
+                start = {"train.start_from": line.start(seed).folder.name} if line.start else {}
+                runs += sweep(config, {f"{self.name}: {line.label}": start}, [seed])
         return runs
+
+    def starts(self) -> list[Run]:
+        """The runs that those of `needed` start from."""
+        lines = [line for line in self.lines if line.label in self.needed]
+        runs = [line.start(seed) for line in lines if line.start for seed in range(self.seeds)]
+        return list({run.name: run for run in runs}.values())
 
     def section(self) -> Section | None:
         """The part in the report; None where none of it is needed and nothing of it is there."""
@@ -114,9 +140,14 @@ class Study:
     command: str
     parts: tuple[Part, ...]
 
+    def stages(self) -> list[list[Run]]:
+        """All that the command trains, one stage after the other: first what others start from."""
+        starts = [run for part in self.parts for run in part.starts()]
+        return [stage for stage in (starts, [run for part in self.parts for run in part.runs(part.needed)]) if stage]
+
     def runs(self) -> list[Run]:
         """All that the command trains."""
-        return [run for part in self.parts for run in part.runs(part.needed)]
+        return list(itertools.chain.from_iterable(self.stages()))
 
     def table(self) -> Table:
         """The report from what is on disk."""
@@ -124,28 +155,39 @@ class Study:
         return Table(self.name, self.title, self.note, self.command, sections)
 
 
-def study(
-    module: str,
-    args: Args,
-    scale: str,
-    title: str,
-    note: str,
-    parts: Sequence[Part],
-    *,
-    family: str = "",
-    options: Sequence[str] = (),
-) -> Study:
-    """A study whose runs are cut to `args.steps`, and which says so and what its command is, `options` included.
+Writer = Callable[[Study, Console], Path]
+
+
+def study(module: str, args: ScaledArgs, title: str, note: str, parts: Sequence[Part], *, family: str = "") -> Study:
+    """A study whose runs are cut to `args.steps`, and which says so and what its command is.
 
     `family` names the report's folder in place of the scale, where scales share one.
     """
-    words = [*options, f"--scale {scale}", f"--seeds {args.seeds}" if args.seeds != Args.seeds else ""]
-    words += [f"--steps {args.steps}" if args.steps else ""]
-    name = f"{module}-{family or scale}"
+    words = ["python -m experiments." + module]
+    words += [f"--source {shlex.quote(args.source)}"] if args.source else []
+    words += [f"--scale {args.scale}"]
+    words += [f"--seeds {args.seeds}"] if args.seeds != Args.seeds else []
+    words += [f"--steps {args.steps}"] if args.steps else []
+    name = f"{module}-{family or args.scale}"
     if args.steps:
         note += f" Every run was cut to {args.steps} steps: this tries the machinery, the numbers mean nothing."
         name += f"-{args.steps}-steps"
-    return Study(name, title, note, " ".join([f"python -m experiments.{module}", *filter(None, words)]), tuple(parts))
+    return Study(name, title, note, " ".join(words), tuple(parts))
+
+
+def given(base: Config, args: ScaledArgs) -> Config:
+    """The base of a scale with the data of `--source` and at most `--steps` steps.
+
+    Raises:
+      ConfigError: without a source where the base has none that suffices, or with one where it has its own.
+    """
+    if args.source is not None and is_import_path(base.data.source):
+        raise ConfigError("--source", args.source, f"the runs of --scale {args.scale} have their data: leave it out")
+    if args.source is None and args.scale in ("chip", "pod") and not args.dry_run:
+        tokens = base.train.steps * base.data.batch_size * base.data.seq_len
+        remedy = f"{tokens:,} tokens are not in the embedded corpus: `python -m gattn prepare` a text"
+        raise ConfigError("--source", args.source, remedy)
+    return cut(base if args.source is None else override(base, {"data.source": args.source}), args.steps)
 
 
 def cut(base: Config, steps: int | None) -> Config:
@@ -155,35 +197,47 @@ def cut(base: Config, steps: int | None) -> Config:
     return override(base, {"train.steps": steps, "optim.warmup_steps": min(base.optim.warmup_steps, steps // 5)})
 
 
-def run(study: Study, args: Args, console: Console) -> int:
-    """Trains, reports; the exit code: 1 where a run failed."""
-    runs = study.runs()
+def as_table(study: Study, console: Console) -> Path:
+    """Writes the report of a table."""
+    return report.write(study.table(), console)
+
+
+def run(study: Study, args: Args, console: Console, write: Writer = as_table) -> int:
+    """Trains, reports by `write`; the exit code: 1 where a run failed."""
+    if args.dry_run and getattr(args, "scale", "") == "pod":
+        from experiments import pod  # which takes JAX, seconds that no other command needs
+
+        pod.show(study, console)
+        return 0
     if args.dry_run:
-        for one in runs:
+        for one in study.runs():
             state = "finished" if one.result() else "to do"
             console.print(f"{state:9} {one.name:45} {one.folder.name}", highlight=False, soft_wrap=True)
         return 0
-    failed = []
-    if not args.report_only:
+    failed: list[Outcome] = []
+    for runs in study.stages() if not args.report_only else ():
         outcomes = launch(runs, args.launcher, workers=args.workers, slurm=args.slurm, console=console)
-        if args.launcher == "print" or any(outcome.state == "waiting" for outcome in outcomes):
-            return 0
-        failed = [outcome for outcome in outcomes if outcome.state == "failed"]
-    report.write(study.table(), console)
+        if any(outcome.state == "waiting" for outcome in outcomes):
+            return 0  # a later stage needs what this one makes: the same command goes on when it is there
+        if failed := [outcome for outcome in outcomes if outcome.state == "failed"]:
+            break
+    if args.launcher == "print":
+        return 0
+    write(study, console)
     for outcome in failed:
         console.print(f"failed: {outcome.run.name}: {outcome.run.folder}", highlight=False, soft_wrap=True)
     return 1 if failed else 0
 
 
-def main(kind: type[Args], build: Callable[[Any], Study], doc: str | None) -> None:
-    """The command line of an experiment: parses `kind`, builds the study, runs it, exits."""
+def main(kind: type[Args], build: Callable[[Any], Study], doc: str | None, write: Writer = as_table) -> None:
+    """The command line of an experiment: parses `kind`, builds the study, runs it, reports by `write`, exits."""
     screen = Console() if sys.stdout.isatty() else Console(width=140)  # a pipe has no width: leave the table whole
     try:
         args = tyro.cli(kind, description=doc)
         for name in ("seeds", "workers", "steps"):
             if (value := getattr(args, name)) is not None and value < 1:
                 raise ConfigError(f"--{name}", value, "must be at least 1")
-        sys.exit(run(build(args), args, screen))
+        sys.exit(run(build(args), args, screen, write))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -4,18 +4,17 @@
 """
 
 from experiments import perplexity, study
-from experiments.perplexity import Args
 from experiments.report import PERPLEXITY, change
-from experiments.study import Study
+from experiments.study import ScaledArgs, Study
 
 WIDER = ("kv_heads=8", "q_heads=48", "+4 experts")
 GATED = ("SDPA elementwise", "value elementwise", "SDPA headwise", "SDPA head-shared", "key elementwise")
 
 
-def build(args: Args) -> Study:
+def build(args: ScaledArgs) -> Study:
     findings = [change(PERPLEXITY, "baseline", label) for label in (*WIDER, *GATED)]
     return perplexity.build("table1", args, "Position, granularity and sharing", findings)
 
 
 if __name__ == "__main__":
-    study.main(Args, build, __doc__)
+    study.main(ScaledArgs, build, __doc__)

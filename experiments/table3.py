@@ -4,18 +4,17 @@
 """
 
 from experiments import perplexity, study
-from experiments.perplexity import Args
 from experiments.report import PERPLEXITY, change, ordering
-from experiments.study import Study
+from experiments.study import ScaledArgs, Study
 
 NORM, BARE = "SDPA GroupNorm (RMSNorm per head, no gate)", "SDPA SiLU (activation only, no parameters)"
 
 
-def build(args: Args) -> Study:
+def build(args: ScaledArgs) -> Study:
     findings = [change(PERPLEXITY, "baseline", label) for label in (NORM, BARE, "SDPA additive gate, identity")]
     findings += [ordering(PERPLEXITY, "SDPA elementwise gate", "SDPA additive gate, silu", BARE, "baseline")]
     return perplexity.build("table3", args, "Non-linearity between value and output projection", findings)
 
 
 if __name__ == "__main__":
-    study.main(Args, build, __doc__)
+    study.main(ScaledArgs, build, __doc__)

@@ -5,15 +5,14 @@ value gate of Table 1 by another name: the two must learn the same but for what 
 """
 
 from experiments import perplexity, study
-from experiments.perplexity import Args
 from experiments.report import PERPLEXITY, change
-from experiments.study import Study, paper_lines
+from experiments.study import ScaledArgs, Study, paper_lines
 
 
-def build(args: Args) -> Study:
+def build(args: ScaledArgs) -> Study:
     findings = [change(PERPLEXITY, "baseline", line.label) for line in paper_lines("table6")[1:]]
     return perplexity.build("table6", args, "Switch heads", findings)
 
 
 if __name__ == "__main__":
-    study.main(Args, build, __doc__)
+    study.main(ScaledArgs, build, __doc__)

@@ -93,9 +93,9 @@ def probe_command(argv: list[str]) -> int:
         step: Annotated[int | None, tyro.conf.arg(help="The checkpoint's step instead of the newest")] = None
 
     given = tyro.cli(Probe, args=argv, prog="python -m gattn probe")
-    from gattn import inspection, train
+    from gattn import inspection, resume, train
 
-    run, text = inspection.find_run(given.run), as_path(given.text) if given.text else None
+    run, text = resume.find_run(given.run), as_path(given.text) if given.text else None
     try:
         page = inspection.inspect(run, text=text, layers=given.layers or None, step=given.step)
     except train.TrainingError as error:
@@ -296,6 +296,9 @@ def _train(config: Config, directory: Path | None, profile: tuple[int, int] | No
         print(f"error: {error}", file=sys.stderr)
         return 1
     if not distributed.is_first():
+        return 0
+    if "diverged" in result:
+        print(f"diverged: {result['diverged']['reason']}")
         return 0
     measured = result["eval"]
     line = f"held-out loss {measured['initial_loss']:.4f} -> {measured['loss']:.4f}"

@@ -127,6 +127,8 @@ class ModelConfig:
     tied_embeddings: bool = True
     sandwich_norm: bool = False
     """A second RMSNorm on each sublayer's output, before it joins the residual stream."""
+    clip_outputs: float = field(default=0.0, metadata=ADDED)
+    """Limit of |attention and FFN outputs| before they join the residual stream (paper A.6: 300, 100); 0: none."""
     norm_eps: float = 1e-6
     init_std: float = 0.02
     """Standard deviation of every matrix and embedding."""
@@ -165,7 +167,7 @@ class ModelConfig:
         positive = ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
         at_least(self, 1, *positive, "max_seq_len", "ffn_multiple")
         above(self, 0.0, "rope_theta", "norm_eps")
-        at_least(self, 0.0, "init_std")
+        at_least(self, 0.0, "init_std", "clip_outputs")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 "num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads} (grouped-query attention)"
@@ -232,6 +234,8 @@ class ModelConfig:
         parts = [gate.label for gate in self.gates]
         parts += [f"sdpa_{self.sdpa_transform}"] if self.sdpa_transform != "none" else []
         parts += [self.softmax] if self.softmax != "standard" else []
+        parts += ["sandwich"] if self.sandwich_norm else []
+        parts += [f"clip{self.clip_outputs:g}"] if self.clip_outputs else []
         if self.switch_heads:
             kind = "kv" if self.switch_keys else "v"
             parts.append(f"switch_{kind}_{self.switch_heads}_top{self.switch_top_k}")
@@ -333,6 +337,12 @@ class TrainConfig:
     steps: int = 1000
     seed: int = 0
     """Seeds parameters and data order."""
+    start_from: str = field(default="", metadata=ADDED)
+    """Run (a folder's name below $GATTN_HOME/runs, or a path) whose last weights training starts with; what this model
+    has and that one lacks, such as a gate, is drawn as ever. Empty: everything is."""
+    divergence_is_a_result: bool = field(default=False, metadata=COSMETIC)
+    """A loss or gradient that is not finite ends the run with a result that says so, and not with an error (for studies
+    of stability)."""
     loss_chunk: int = 2048
     """Positions whose logits exist at the same time."""
     accumulation: int = field(default=1, metadata=ADDED)

@@ -20,6 +20,10 @@ class TrainingError(RuntimeError):
     """A run that cannot go on; the message says why and what to do."""
 
 
+class DivergenceError(TrainingError):
+    """Loss or gradient are not finite."""
+
+
 def read_json(path: Path) -> Any:
     """A file of the run.
 

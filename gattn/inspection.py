@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from rich.text import Text
 from gattn import page, probes, resume
 from gattn.config import ConfigError
 from gattn.data.loader import Batch, Source
-from gattn.files import as_path, home, write_atomically
+from gattn.files import write_atomically
 from gattn.loss import describe
 from gattn.metrics import finite
 from gattn.step import eval_step, evaluate_all
@@ -75,28 +74,6 @@ def inspect(
     except OSError as error:
         raise ConfigError("run", str(run), f"the page cannot be written there: {error}") from error
     return run / f"{stem}.html"
-
-
-def find_run(name: str) -> Path:
-    """The run's folder: the path itself, the run at home of that name, or the only one whose name begins with it.
-
-    Raises:
-      ConfigError: if neither is a run; it names runs that are called similarly.
-    """
-    runs = home() / "runs"
-    for path in (as_path(name), *([] if "/" in name else [runs / name])):
-        if (path / "config.json").exists():
-            return path
-    known = sorted(p.name for p in runs.iterdir() if (p / "config.json").exists()) if runs.is_dir() else []
-    wanted = name.rstrip("/").rpartition("/")[2]
-    begun = [k for k in known if wanted and "/" not in name and k.startswith(wanted)]
-    if len(begun) == 1:
-        return runs / begun[0]
-    if begun:
-        raise ConfigError("run", name, f"{len(begun)} runs begin so: {', '.join(begun)}")
-    close = [k for k in known if wanted and wanted in k][:3] or difflib.get_close_matches(wanted, known, n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"{runs} holds {', '.join(known[:5]) or 'no runs'}"
-    raise ConfigError("run", name, f"no run there (a folder with a config.json), nor of that name below {runs}: {hint}")
 
 
 def read_text(path: Path, source: Source) -> Int[np.ndarray, " _"]:

@@ -215,12 +215,16 @@ class Block(nnx.Module):
     def __call__(self, hidden: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], probes.Sums]:
         """The layer's output; with `context.queries` its probes' sums; and of experts, under `moe`, their sums."""
         attended, aux = self.attention(self.attention_norm(hidden), context)
-        hidden = hidden + (self.attention_out_norm(attended) if self.model.sandwich_norm else attended)
+        hidden = hidden + self._clipped(self.attention_out_norm(attended) if self.model.sandwich_norm else attended)
         if self.model.num_experts:
             transformed, aux["moe"] = self.experts(self.mlp_norm(hidden))
         else:
             transformed = self.mlp(self.mlp_norm(hidden))
-        hidden = hidden + (self.mlp_out_norm(transformed) if self.model.sandwich_norm else transformed)
+        hidden = hidden + self._clipped(self.mlp_out_norm(transformed) if self.model.sandwich_norm else transformed)
         if context.queries is not None:
             aux |= probes.hidden_sums(hidden, context.queries.tokens)
         return hidden, aux
+
+    def _clipped(self, out: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        limit = self.model.clip_outputs
+        return jnp.clip(out, -limit, limit) if limit else out

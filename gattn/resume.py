@@ -1,16 +1,19 @@
 """A run as far as it has come: its newest checkpoint that can be read, and whether its data are still the same."""
 
+import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flax import nnx
+from jax.sharding import Mesh
 
 from gattn import model
 from gattn.checkpoint import CheckpointError, Checkpoints, Restored
 from gattn.config import Config, ConfigError, from_dict
 from gattn.data.loader import Source, open_source
 from gattn.distributed import decided
+from gattn.files import as_path, home
 from gattn.guard import TrainingError, read_json
 from gattn.step import State, abstract_state
 
@@ -60,6 +63,64 @@ def load(directory: Path, step: int | None = None, note: Callable[[str], None] =
         note(problem)
     same_data(directory, found.metadata["data"], source)
     return Loaded(config, model.abstract(config.model)[0], found.state.weights, source, found.step)
+
+
+def find_run(name: str) -> Path:
+    """The run's folder: the path itself, the run at home of that name, or the only one whose name begins with it.
+
+    Raises:
+      ConfigError: if neither is a run; it names runs that are called similarly.
+    """
+    runs = home() / "runs"
+    for path in (as_path(name), *([] if "/" in name else [runs / name])):
+        if (path / "config.json").exists():
+            return path
+    known = sorted(p.name for p in runs.iterdir() if (p / "config.json").exists()) if runs.is_dir() else []
+    wanted = name.rstrip("/").rpartition("/")[2]
+    begun = [k for k in known if wanted and "/" not in name and k.startswith(wanted)]
+    if len(begun) == 1:
+        return runs / begun[0]
+    if begun:
+        raise ConfigError("run", name, f"{len(begun)} runs begin so: {', '.join(begun)}")
+    close = [k for k in known if wanted and wanted in k][:3] or difflib.get_close_matches(wanted, known, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"{runs} holds {', '.join(known[:5]) or 'no runs'}"
+    raise ConfigError("run", name, f"no run there (a folder with a config.json), nor of that name below {runs}: {hint}")
+
+
+def starting_point(config: Config) -> Path | None:
+    """The folder of the run that `train.start_from` names, None where it names none.
+
+    Raises:
+      ConfigError: no such run, without a checkpoint, or with weights that this model has no place for.
+    """
+    if not config.train.start_from:
+        return None
+    folder = find_run(config.train.start_from)
+    field, given = "train.start_from", config.train.start_from
+    if not Checkpoints(folder / "checkpoints").steps:
+        raise ConfigError(field, given, "has no checkpoint: train it until it has one")
+    old = model.param_shapes(from_dict(Config, read_json(folder / "config.json")).model)
+    new = model.param_shapes(config.model)
+    for name, shape in old.items():
+        if new.get(name) != shape:
+            remedy = "models must agree in all but what is added (model.match_params narrows the FFN: set it to False)"
+            raise ConfigError(field, given, f"its {name} is {shape}, here {new.get(name, 'there is none')}: {remedy}")
+    return folder
+
+
+def take_over(fresh: Any, folder: Path, mesh: Mesh, note: Callable[[str], None]) -> Any:
+    """The parameters `fresh` with the last weights of the run in `folder` in place of those that it has.
+
+    Raises:
+      CheckpointError: none of its checkpoints can be read.
+    """
+    old = from_dict(Config, read_json(folder / "config.json"))
+    found = newest(Checkpoints(folder / "checkpoints"), abstract_state(old, mesh), note)
+    assert found is not None  # `starting_point` has seen one
+    weights = dict(nnx.to_flat_state(found.state.weights))
+    flat = [(path, weights.get(path, leaf)) for path, leaf in nnx.to_flat_state(fresh)]
+    note(f"starts with the weights of {folder.name}, step {found.step}")
+    return nnx.from_flat_state(flat)
 
 
 def newest(checkpoints: Checkpoints, like: State, note: Callable[[str], None]) -> Restored | None:

@@ -34,9 +34,10 @@ class State(NamedTuple):
         return self.params if self.average is None else self.average
 
 
-def new_state(config: Config, mesh: Mesh | None = None) -> State:
-    """Fresh parameters drawn from `train.seed`, and an optimiser that has seen nothing; laid out over `mesh`."""
-    params = model.init(config.model, config.train.seed, mesh)
+def new_state(config: Config, mesh: Mesh | None = None, start: Callable[[Any], Any] = lambda fresh: fresh) -> State:
+    """Parameters drawn from `train.seed`, or what `start` makes of them, and an optimiser that has seen nothing; over
+    `mesh`."""
+    params = start(model.init(config.model, config.train.seed, mesh))
     where = None if mesh is None else sharding.shardings(mesh, abstract_state(config))
 
     def rest(params):

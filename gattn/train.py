@@ -29,9 +29,9 @@ from gattn.config import Config, ConfigError, to_json
 from gattn.data.loader import Batch, Source, open_source
 from gattn.distributed import decided, is_first, together
 from gattn.files import is_local, run_directory, write_atomically
-from gattn.guard import TrainingError, claim, lock, read_json, signals
+from gattn.guard import DivergenceError, TrainingError, claim, lock, read_json, signals
 from gattn.loss import describe
-from gattn.resume import NONE_LEFT, newest, same_data
+from gattn.resume import NONE_LEFT, newest, same_data, starting_point, take_over
 from gattn.step import (
     State,
     abstract_state,
@@ -62,7 +62,7 @@ def train(
     Raises:
       ConfigError: the data or the mesh do not fit the config.
       TrainingError: another process trains this run, its folder holds another config or data, its checkpoints cannot be
-        read or written, or loss or gradient are not finite.
+        read or written, or loss or gradient are not finite (`guard.DivergenceError`).
       SystemExit: 143 or 130 after a SIGTERM or Ctrl-C, to any of the processes; training goes on from the checkpoint
         that was left.
     """
@@ -78,6 +78,8 @@ def train(
     sharding.check(config, dict(mesh.shape))
     with signals() as interrupted, contextlib.ExitStack() as held:
         source = together(lambda: open_source(config))  # says what is wrong with the data before anything is written
+        begun = Checkpoints(directory / "checkpoints")
+        start = decided(lambda: None if begun.steps else starting_point(config))
         if (stopping := interrupted()) and jax.process_count() == 1:
             raise SystemExit(128 + stopping)
 
@@ -99,8 +101,13 @@ def train(
             if finished := decided(begin):
                 return finished
             with jax.set_mesh(mesh), Checkpoints(directory / "checkpoints", config.train) as checkpoints:
-                run = _Run(config, directory, source, checkpoints, console, interrupted, profile, mesh)
-                result = run.finish()
+                run = _Run(config, directory, source, checkpoints, console, interrupted, profile, mesh, start)
+                try:
+                    result = run.finish()
+                except DivergenceError as error:
+                    if not config.train.divergence_is_a_result:
+                        raise
+                    result = run.description() | {"diverged": {"step": run.step, "reason": str(error)}}
             return decided(end)
         except CheckpointError as error:
             raise TrainingError(str(error)) from error
@@ -125,6 +132,7 @@ class _Run:
         interrupted: Callable[[], int | None],
         profile: tuple[int, int] | None,
         mesh: Mesh,
+        start: Path | None,
     ):
         self.mesh, self.stopping = mesh, False
         self.config, self.directory, self.source, self.checkpoints = config, directory, source, checkpoints
@@ -134,7 +142,7 @@ class _Run:
         self.eval_fn = self.on_mesh(eval_step(self.graph, config))
         self.probe_fn = self.on_mesh(eval_step(self.graph, config, probe=True))
         self.progress = metrics.ProgressLine(config.train.steps, 0, console)
-        self.state, self.step, self.seconds = self._start()
+        self.state, self.step, self.seconds = self._begin(start)
         lines = decided(lambda: metrics.read_metrics(directory))
         self.log = together(lambda: metrics.MetricsLog(directory, self.step, self._sinks(), lines, writes=is_first()))
         if (known := len(self.log.losses)) != self.step:
@@ -175,7 +183,9 @@ class _Run:
         if not done:
             self.progress.note(f"stopped at step {self.step}: the same command goes on from here")
             raise SystemExit(128 + (self.interrupted() or signal.SIGTERM))
-        return self.summary(done[0], self.measure(done[1]))
+        found = self.description()
+        found["eval"] |= done[0]
+        return {**found, "probes": self.measure(done[1])}
 
     def loop(self) -> None:
         """Dispatches each step before the metrics of the one before are read, so the device never waits for Python."""
@@ -274,7 +284,7 @@ class _Run:
             where = self.where_it_is_largest()
         except Exception as error:  # such as no memory for the probes: the state is safe, and the step is known
             where = f"Its layer could not be found ({str(error).partition(chr(10))[0]})"
-        raise TrainingError(
+        raise DivergenceError(
             f"step {self.step + 1}: the loss is {named['loss']:.6g}, the gradient norm {named['grad_norm']:.6g}. "
             f"{where}. The state before this step is kept as checkpoint {self.step}; lower optim.learning_rate or "
             "optim.clip_norm in a new run"
@@ -325,7 +335,7 @@ class _Run:
         if not math.isfinite(total):
             self.settle()
             self.keep()
-            raise TrainingError(f"step {self.step}: the held-out loss is {total / tokens}; lower optim.learning_rate")
+            raise DivergenceError(f"step {self.step}: the held-out loss is {total / tokens}; lower optim.learning_rate")
         measured = describe(total, tokens, size)
         sets = {name: describe(one.loss, one.tokens, one.size) for name, one in by_set.items()}
         if self.step not in self.log.evaluated:
@@ -370,11 +380,11 @@ class _Run:
         experts = {"experts": moe.summarise(sums["moe"], self.config)} if self.config.model.num_experts else {}
         return {**probes.summarise(sums, self.config.model.activations), **experts, "attention_map": shown}
 
-    def summary(self, evaluated: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-        """The contents of result.json."""
+    def description(self) -> dict[str, Any]:
+        """The contents of result.json but for what is measured at the end."""
         config, losses, evals = self.config, self.log.losses, sorted(self.held_out_losses.items())
         every = max(1, math.ceil(len(losses) / CURVE_POINTS))
-        trained = config.train.steps * config.data.batch_size * config.data.seq_len
+        trained = self.step * config.data.batch_size * config.data.seq_len
         speed = trained / self.seconds
         return {
             "schema": 1,
@@ -392,22 +402,24 @@ class _Run:
             },
             "environment": metrics.environment(config, self.mesh),
             "time": {"train_s": self.seconds, "tokens_per_s": speed, "mfu": self.utilisation(speed)},
-            "eval": {**evaluated, "initial_loss": evals[0][1]},
-            "probes": measured,
+            "eval": {"initial_loss": evals[0][1]},
             "spikes": self.spikes.summary(),
             "best_checkpoint": self.checkpoints.best(self.held_out_losses),
             "curve": {"step": list(range(every, len(losses) + 1, every)), "loss": losses[every - 1 :: every]},
             "evals": {"step": [step for step, _ in evals], "loss": [loss for _, loss in evals]},
         }
 
-    def _start(self) -> tuple[State, int, float]:
-        """The newest readable checkpoint's state, step and training seconds, or fresh parameters at step 0."""
+    def _begin(self, start: Path | None) -> tuple[State, int, float]:
+        """The newest readable checkpoint's state, step and training seconds, or at step 0 fresh parameters, or those of
+        the run in `start`."""
         self.began = time.monotonic()
         found = newest(self.checkpoints, abstract_state(self.config, self.mesh), self.progress.note)
         if found is None and (damaged := decided(lambda: self.checkpoints.damaged)):
             raise CheckpointError(f"{' and '.join(map(str, damaged))} cannot be used. {NONE_LEFT}")
         if found is None:
-            return new_state(self.config, self.mesh), 0, 0.0
+            note = self.progress.note
+            taken = (lambda fresh: take_over(fresh, start, self.mesh, note)) if start else (lambda fresh: fresh)
+            return new_state(self.config, self.mesh, taken), 0, 0.0
         same_data(self.directory, found.metadata["data"], self.source)
         for later in decided(lambda: [step for step in self.checkpoints.steps if step > found.step]):
             self.checkpoints.set_aside(later)

@@ -141,9 +141,9 @@ def silu(x):
     return x * sigmoid(x)
 
 
-@pytest.mark.parametrize("sandwich", [False, True])
-def test_decoder_equals_its_equation_in_numpy(sandwich):
-    """Embedding, learned positions, blocks, SwiGLU, sandwich norm, final norm and untied output."""
+@pytest.mark.parametrize(("sandwich", "limit"), [(False, 0.0), (True, 0.0), (False, 0.5), (True, 0.5)])
+def test_decoder_equals_its_equation_in_numpy(sandwich, limit):
+    """Embedding, learned positions, blocks, SwiGLU, sandwich norm, clipped outputs, final norm and untied output."""
     model = dataclasses.replace(
         MODEL,
         num_layers=2,
@@ -151,6 +151,7 @@ def test_decoder_equals_its_equation_in_numpy(sandwich):
         max_seq_len=9,
         tied_embeddings=False,
         sandwich_norm=sandwich,
+        clip_outputs=limit,
         gates=(GateSpec("g1", "headwise"),),
     )
     graph, shapes = decoder.abstract(model)
@@ -160,15 +161,19 @@ def test_decoder_equals_its_equation_in_numpy(sandwich):
     module = nnx.merge(graph, state)
     logits = module.logits(module(jnp.asarray(tokens[None]))[0])[0]
 
+    def clip(y):
+        assert np.abs(y).max() > limit  # or nothing would be clipped
+        return np.clip(y, -limit, limit) if limit else y
+
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(state))
     h = params["embedding"][tokens] + params["positions"][:7]
     for i in range(2):
         p = jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"])
         y = attention_numpy(model, p["attention"], norm(h, p["attention_norm"]["gain"]))
-        h = h + (norm(y, p["attention_out_norm"]["gain"]) if sandwich else y)
+        h = h + clip(norm(y, p["attention_out_norm"]["gain"]) if sandwich else y)
         x = norm(h, p["mlp_norm"]["gain"])
         y = (silu(x @ p["mlp"]["gate"]["kernel"]) * (x @ p["mlp"]["up"]["kernel"])) @ p["mlp"]["down"]["kernel"]
-        h = h + (norm(y, p["mlp_out_norm"]["gain"]) if sandwich else y)
+        h = h + clip(norm(y, p["mlp_out_norm"]["gain"]) if sandwich else y)
     expected = norm(h, params["final_norm"]["gain"]) @ params["output"]
     np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 

@@ -234,12 +234,12 @@ def test_a_run_without_a_checkpoint_is_refused(finished, tmp_path):
 
 def test_runs_are_found_by_folder_and_by_name(finished):
     directory, _ = finished
-    assert inspection.find_run(str(directory)) == directory
-    assert inspection.find_run(QUIET.run_name) == directory
-    assert inspection.find_run(QUIET.run_name[:-3]) == directory  # its beginning is enough
+    assert resume.find_run(str(directory)) == directory
+    assert resume.find_run(QUIET.run_name) == directory
+    assert resume.find_run(QUIET.run_name[:-3]) == directory  # its beginning is enough
     for misspelt in (QUIET.run_name[:-1] + "x", f"runs/{QUIET.run_name[2:]}"):
         with pytest.raises(ConfigError, match=f"did you mean .*{QUIET.run_name}") as error:
-            inspection.find_run(misspelt)
+            resume.find_run(misspelt)
         assert error.value.field == "run"
 
 
@@ -249,8 +249,8 @@ def test_a_beginning_that_several_runs_share_names_them(tmp_path, monkeypatch):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="2 runs begin so: mine-a, mine-b"):
-        inspection.find_run("mine")
-    assert inspection.find_run("oth").name == "other"
+        resume.find_run("mine")
+    assert resume.find_run("oth").name == "other"
 
 
 def test_a_run_in_a_bucket_is_measured_there(finished, tmp_path, monkeypatch):
@@ -258,12 +258,12 @@ def test_a_run_in_a_bucket_is_measured_there(finished, tmp_path, monkeypatch):
     shutil.copytree(directory, tmp_path / "bucket" / "runs" / QUIET.run_name)
     monkeypatch.setenv("GATTN_HOME", "gs://bucket")
     with bucket(tmp_path / "bucket"):
-        run = inspection.find_run(QUIET.run_name)
+        run = resume.find_run(QUIET.run_name)
         measured, page, _ = written(run)
         assert str(run / "probe.html") == f"gs://bucket/runs/{QUIET.run_name}/probe.html"
         assert (tmp_path / "bucket" / "runs" / QUIET.run_name / "probe.html").read_text() == page
         with pytest.raises(ConfigError, match="did you mean"):
-            inspection.find_run(QUIET.run_name[:-2] + "x")
+            resume.find_run(QUIET.run_name[:-2] + "x")
     assert measured["probes"] == written(directory)[0]["probes"]
 
 

@@ -138,10 +138,34 @@ def written(table: Table) -> tuple[str, str, str]:
 
 
 def cells(markdown: str, label: str) -> dict[str, str]:
-    """One row of the first table, by column."""
-    lines = [line.strip("|").split("|") for line in markdown.splitlines() if line.startswith("|")]
+    """One row of the first table, by column, links as their words."""
+    words = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", markdown)
+    lines = [line.strip("|").split("|") for line in words.splitlines() if line.startswith("|")]
     row = next(line for line in lines if line[0].strip() == label)
     return {title.strip(): cell.strip() for title, cell in zip(lines[0], row, strict=True)}
+
+
+def elements(page: str) -> list[tuple[str, dict[str, str], str]]:
+    """The page's elements in order: tag, attributes, text."""
+    found: list[list] = []
+    open_: list[list] = []
+
+    class Parser(html.parser.HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            found.append([tag, dict(attributes), ""])
+            if tag not in ("meta", "img"):
+                open_.append(found[-1])
+
+        def handle_endtag(self, tag):
+            assert open_.pop()[0] == tag, "elements are closed in turn"
+
+        def handle_data(self, data):
+            for element in open_:
+                element[2] += data
+
+    Parser().feed(page)
+    assert not open_
+    return [(tag, attributes, text) for tag, attributes, text in found]
 
 
 def test_means_and_ranges_over_seeds_with_the_papers_value_beside():
@@ -187,6 +211,8 @@ def test_an_empty_sweep_still_gives_a_report():
     assert cells(markdown, "baseline")["F-Attn"] == "missing"
     assert "not measured" in markdown
     assert "<img" not in page
+    assert "Configs" not in markdown
+    assert "href" not in page.replace('href="#content"', "")
 
 
 def test_a_result_of_another_config_is_refused():
@@ -230,30 +256,42 @@ def test_the_page_is_whole_by_itself_and_every_picture_is_described(layers):
     table = small_table(layers=layers, pictures=True)
     markdown, page, _ = written(table)
 
-    pictures = []
-
-    class Parser(html.parser.HTMLParser):
-        def handle_starttag(self, tag, attributes):
-            assert tag not in ("script", "link", "iframe")
-            if tag == "img":
-                pictures.append(dict(attributes))
-
-    Parser().feed(page)
+    tags = [(tag, found) for tag, found, _ in elements(page)]
+    assert not {tag for tag, _ in tags} & {"script", "link", "iframe"}
+    pictures = [found for tag, found in tags if tag == "img"]
     assert len(pictures) == 4
     assert all(len(image["alt"]) > 20 for image in pictures)
     assert all(image["src"].startswith("data:image/png;base64,") for image in pictures)
-    assert not re.search(r"https?://|url\(|@import|href=", page)
+    assert not re.search(r"https?://|url\(|@import", page)
+    anchors = {f"#{found['id']}" for _, found in tags if "id" in found}
+    assert all(found["href"] in anchors or found["href"].startswith("../") for tag, found in tags if tag == "a")
     assert 'name="viewport"' in page
-    assert page.count('<div class="scroll"') == page.count("<table>")
-    names = re.findall(r"\]\((.*?)\)", markdown)
+    assert page.count('<div class="scroll"') == page.count("<table") + len(pictures)
+    names = re.findall(r"!\[.*?\]\((.*?)\)", markdown)
     folder = home() / "runs" / "a-table"
     assert sorted(names) == sorted(path.name for path in folder.glob("*.png"))
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in names)
 
 
+def test_the_numbers_of_a_picture_stand_beside_it():
+    """By layer, by bin and by step: what was put into the results, averaged over seeds."""
+    page = written(small_table(pictures=True))[1]
+    layers, activations, scores, losses = (
+        re.findall(r"<t[dh]\b[^>]*>(.*?)</t[dh]>", figure)
+        for figure in re.findall(r"<details>.*?</details>", page, flags=re.DOTALL)
+        for figure in re.findall(r"<table.*?</table>", figure, flags=re.DOTALL)
+    )
+    assert " ".join(layers) == "layer baseline gated 1 0.300 0.010 2 0.500 0.017 3 0.700 0.023 4 0.900 0.030"
+    assert activations[-3:] == ["4", "17", "17"]
+    assert scores[:2] == ["score", "gated"]
+    assert sum(float(share.rstrip("%")) for share in scores[3::2]) == pytest.approx(100, abs=1)
+    assert losses[3:6] == ["0", "2.6700", "2.6700"], "above the Bayes loss of 1.5"
+    assert losses[-3:] == ["1200", "0.0100", "0.0100"]
+
+
 def test_tables_in_markdown_have_as_many_cells_in_every_row():
     blocks = [block.splitlines() for block in written(small_table())[0].split("\n\n") if block.startswith("|")]
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for lines in blocks:
         assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
 
@@ -284,7 +322,7 @@ def test_every_row_of_table_4_prints_the_published_numbers():
 @pytest.mark.parametrize("scale", ["cpu", "chip"])
 def test_every_row_of_a_table_of_perplexities_prints_the_published_numbers(module, scale):
     name = module.__name__.rpartition(".")[2]
-    markdown, _, _ = written(module.build(module.Args(scale=scale, seeds=1, source=SOURCE.get(scale))).table())
+    markdown, _, _ = written(module.build(study.ScaledArgs(scale=scale, seeds=1, source=SOURCE.get(scale))).table())
     published = report.paper()[name]
     lines = study.paper_lines(name)
     assert len({line.label for line in lines}) == len(lines) == len(published["rows"])
@@ -296,7 +334,7 @@ def test_every_row_of_a_table_of_perplexities_prints_the_published_numbers(modul
 
 @pytest.mark.parametrize("module", [table1, table3, table6], ids=["table1", "table3", "table6"])
 def test_findings_name_rows_that_are_there(module):
-    one = module.build(module.Args(seeds=1))
+    one = module.build(study.ScaledArgs(seeds=1))
     for number, run in enumerate(one.runs()):
         finish(run, f_attn=0.1 + 0.01 * number)
     findings = [finding(report.Measured(one.table().sections[0])) for finding in one.parts[0].findings]
@@ -306,15 +344,17 @@ def test_findings_name_rows_that_are_there(module):
 
 def test_a_chip_needs_a_text_of_its_own_and_the_report_says_how_it_was_called(tmp_path):
     with pytest.raises(ConfigError, match=r"--source.*prepare"):
-        table1.build(table1.Args(scale="chip"))
-    one = table1.build(table1.Args(scale="chip", source="/data/my text", steps=7))
+        table1.build(study.ScaledArgs(scale="chip"))
+    one = table1.build(study.ScaledArgs(scale="chip", source="/data/my text", steps=7))
     assert one.command == "python -m experiments.table1 --source '/data/my text' --scale chip --steps 7"
     assert {run.config.data.source for run in one.runs()} == {"/data/my text"}
     assert f"{7 * 128 * 2048:,} tokens a run" in one.parts[0].heading
 
 
 def test_tables_share_their_runs():
-    folders = [{run.folder for run in module.build(module.Args(seeds=1)).runs()} for module in (table1, table3, table6)]
+    folders = [
+        {run.folder for run in module.build(study.ScaledArgs(seeds=1)).runs()} for module in (table1, table3, table6)
+    ]
     assert [len(one) for one in folders] == [15, 7, 6]
     assert len(folders[0] & folders[1]) == 4
     assert len(folders[0] & folders[2]) == 1
@@ -349,4 +389,5 @@ def test_the_demo_is_a_part_of_the_full_table():
     runs = [{run.folder for part in parts[:2] for run in part.runs(part.needed)} for parts in (demo, full)]
     assert runs[0] < runs[1]
     assert len(runs[0]) == 7 * 3 + 3 * 3
-    assert len(demo[2].runs(demo[2].needed)) == 2
+    short = next(part for part in demo if part.name == "text short")
+    assert len(short.runs(short.needed)) == 2

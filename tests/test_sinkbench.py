@@ -13,6 +13,7 @@ from gattn.data.loader import open_source
 BENCHES = {
     "a": (sinkbench.sinkbench_config, (2, 3), 2, 1.6714),
     "b": (sinkbench.sinkbench_heads_config, (1, 2, 3, 4), 1, 1.6680),
+    "deep": (sinkbench.sinkbench_deep_config, (1, 2, 3, 4), 2, 1.7478),
 }
 
 
@@ -21,10 +22,17 @@ def bench(request):
     return BENCHES[request.param]
 
 
+@pytest.fixture
+def literal(request, bench):
+    deep = bench is BENCHES["deep"]
+    return Literally(bench[1], bench[2], length=48 if deep else 64, share=0.5 if deep else 0.4, permuted=deep)
+
+
 class Literally:
     """The language in plain Python, one sequence and one position at a time."""
 
-    def __init__(self, offsets, per_offset):
+    def __init__(self, offsets, per_offset, length, share, permuted):
+        self.length = length
         zipf = np.array([1 / (i + 1) for i in range(64)])
         zipf = zipf / zipf.sum()
         r = np.random.default_rng(123)
@@ -37,19 +45,24 @@ class Literally:
             if i < n:
                 self.rows.append([0.0] * n + [p / others for p in row[n:]])
             else:
-                self.rows.append([0.4 / n] * n + [0.6 * p / others for p in row[n:]])
+                self.rows.append([share / n] * n + [(1 - share) * p / others for p in row[n:]])
+        orders = [list(r.permutation(64 - n)) if permuted else list(range(64 - n)) for _ in offsets]
+        self.order = {i: orders[i % len(offsets)] for i in range(n)}
         self.first = [0.0] * n + [p / sum(zipf[n:]) for p in zipf[n:]]
+
+    def copy(self, trigger, token):
+        """What `token` becomes when `trigger` copies it."""
+        return self.n + self.order[trigger][token if token < self.n else token - self.n]
 
     def sequences(self, rng, batch):
         """One batch: tokens with BOS first, and the mean negative log-likelihood."""
         x = [[64] for _ in range(batch)]
         loss = 0.0
-        for t in range(1, 65):
+        for t in range(1, self.length + 1):
             for sequence, u in zip(x, rng.random(batch), strict=True):
                 before = sequence[t - 1]
                 if before in self.offset and t - 1 - self.offset[before] >= 1:
-                    token = sequence[t - 1 - self.offset[before]]
-                    sequence.append(token + self.n if token < self.n else token)
+                    sequence.append(self.copy(before, sequence[t - 1 - self.offset[before]]))
                     continue
                 row = self.first if t == 1 else self.rows[before]
                 total = 0.0
@@ -59,50 +72,47 @@ class Literally:
                         break
                 sequence.append(token)
                 loss -= math.log(row[token])
-        return np.array(x), loss / (64 * batch)
+        return np.array(x), loss / (self.length * batch)
 
 
-def test_stream_is_the_description_read_literally(bench):
-    config, offsets, per_offset, _ = bench
-    source = open_source(override(config(), {"data.batch_size": 5, "train.seed": 2}))
-    literal, rng = Literally(offsets, per_offset), np.random.default_rng(2 + 1)
+def test_stream_is_the_description_read_literally(bench, literal):
+    source = open_source(override(bench[0](), {"data.batch_size": 5, "train.seed": 2}))
+    rng = np.random.default_rng(2 + 1)
     for batch in itertools.islice(source.train(0), 12):
         x, _ = literal.sequences(rng, 5)
         np.testing.assert_array_equal(batch["inputs"], x[:, :-1])
         np.testing.assert_array_equal(batch["targets"], x[:, 1:])
-        assert {(a.dtype.name, a.shape) for a in batch.values()} == {("int32", (5, 64))}
+        assert {(a.dtype.name, a.shape) for a in batch.values()} == {("int32", (5, literal.length))}
 
 
-def test_held_out_is_the_description_read_literally_and_its_bayes_loss(bench):
-    config, offsets, per_offset, published = bench
-    source = open_source(config())
-    x, loss = Literally(offsets, per_offset).sequences(np.random.default_rng(10**6), 256)
+def test_held_out_is_the_description_read_literally_and_its_bayes_loss(bench, literal):
+    config, published = bench[0](), bench[3]
+    source, size = open_source(config), config.data.batch_size
+    x, loss = literal.sequences(np.random.default_rng(10**6), config.data.eval_sequences)
     batches = list(source.held_out["held-out"]())
     np.testing.assert_array_equal(np.concatenate([b["inputs"] for b in batches]), x[:, :-1])
     np.testing.assert_array_equal(np.concatenate([b["targets"] for b in batches]), x[:, 1:])
     assert source.bayes_loss == pytest.approx(loss, abs=1e-9)
     assert round(source.bayes_loss, 4) == published
-    assert [len(b["inputs"]) for b in batches] == [32] * 8
+    assert [len(b["inputs"]) for b in batches] == [size] * 8
 
 
-def test_triggers_copy_wherever_they_stand_and_never_chain(bench):
-    config, offsets, per_offset, _ = bench
-    triggers = per_offset * len(offsets)
+def test_triggers_copy_wherever_they_stand_and_never_chain(bench, literal):
+    config, offsets, triggers = bench[0](), bench[1], literal.n
     copies = 0
-    batches = list(itertools.islice(open_source(config()).train(100), 60))
+    batches = list(itertools.islice(open_source(config).train(100), 1920 // config.data.batch_size))
     x = np.concatenate([np.c_[batch["inputs"], batch["targets"][:, -1]] for batch in batches])
     assert ((x[:, 1:] < 64) & (x[:, 1:] >= 0)).all()
     assert (x[:, 0] == 64).all()
     assert (x[:, 1] >= triggers).all()
-    assert 0.28 < (x[:, 1:] < triggers).mean() < 0.295
-    for position in range(1, 64):
+    assert abs((x[:, 1:] < triggers).mean() - (0.333 if triggers == 8 else 0.285)) < 0.005
+    for position in range(1, literal.length):
         for trigger in range(triggers):
             rows = x[x[:, position] == trigger]
             assert (rows[:, position + 1] >= triggers).all()
             source = position - offsets[trigger % len(offsets)]
             if source >= 1:
-                token = rows[:, source]
-                wanted = np.where(token < triggers, token + triggers, token)
+                wanted = [literal.copy(trigger, token) for token in rows[:, source]]
                 np.testing.assert_array_equal(rows[:, position + 1], wanted)
                 copies += len(rows)
     assert copies > 0.2 * x.size
@@ -134,8 +144,14 @@ def test_benches_differ_in_what_the_description_says():
         "optim.weight_decay": 0.1,
         "data.source": a.data.source,
     }) == a  # fmt: skip
+    deep = sinkbench.sinkbench_deep_config()
+    assert (deep.model.num_layers, deep.optim.weight_decay, deep.data.seq_len, deep.train.steps) == (6, 0.0, 48, 1500)
     # a checkpoint resumes on the same fingerprint only: it must not move while the language stays
-    assert [open_source(c).fingerprint for c in (a, b)] == ["fc378065e9354445", "84e61454b44cf86e"]
+    assert [open_source(c).fingerprint for c in (a, b, deep)] == [
+        "fc378065e9354445",
+        "84e61454b44cf86e",
+        "66cbc6b7b37a7765",
+    ]
     assert (b.model.num_heads, b.model.head_dim, b.model.position, b.optim.weight_decay) == (4, 32, "learned", 1.0)
     assert (a.model.vocab_size, a.data.seq_len, a.data.batch_size, a.train.steps) == (65, 64, 32, 1200)
 
@@ -152,6 +168,24 @@ def test_tokens_have_names(bench):
     [({"data.seq_len": 32}, "data.seq_len"), ({"model.vocab_size": 64}, "model.vocab_size")],
 )
 def test_another_length_or_too_few_tokens_are_refused(bench, changes, field):
-    with pytest.raises(ConfigError, match=r"6[45]") as error:
+    with pytest.raises(ConfigError, match=r"48|6[45]") as error:
         open_source(override(bench[0](), changes))
     assert error.value.field == field
+
+
+def test_unseen_leaves_out_the_first_target_and_nothing_else():
+    """The same sequences, no loss at BOS, and the Bayes loss of what is left."""
+    config = sinkbench.sinkbench_deep_config()
+    unseen = override(config, {"data.source": "experiments.sinkbench:sinkbench_deep_unseen"})
+    whole, part = open_source(config), open_source(unseen)
+    batches = [(next(s.train(3)), next(s.held_out["held-out"]())) for s in (whole, part)]
+    for one, other in zip(*batches, strict=True):
+        np.testing.assert_array_equal(one["inputs"], other["inputs"])
+        np.testing.assert_array_equal(one["targets"][:, 1:], other["targets"][:, 1:])
+        assert (other["targets"][:, 0] == -1).all()
+        assert (one["targets"][:, 0] >= 0).all()
+    language = sinkbench.DEEP
+    first = np.concatenate([b["targets"][:, 0] for b in whole.held_out["held-out"]()])
+    lost = -np.log(language.first[first]).mean()
+    assert 48 * whole.bayes_loss == pytest.approx(47 * part.bayes_loss + lost)
+    assert whole.fingerprint != part.fingerprint
