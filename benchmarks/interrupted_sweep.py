@@ -6,6 +6,7 @@ alone, whose trainers live on and are found by the next one, or to the runner an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -125,7 +126,8 @@ def main(args: Args, console: Console) -> int:
             alive = trainers(killed)
             if number % 2:
                 for pid in alive:
-                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                        os.kill(pid, signal.SIGKILL)
             words = f"and its {len(alive)} trainers" if number % 2 else f"alone, {len(alive)} trainers live on"
             console.print(
                 f"kill {number + 1} after {moment:.0f} s: the runner {words}; {len(results(killed))} runs done"

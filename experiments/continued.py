@@ -26,9 +26,9 @@ KINDS = {
 }
 NOTE = (
     "Held equal: tokens, model but for the gate (which adds its parameters), training. The first two rows are trained "
-    "once; the others start with the first row's weights (of the next seed, so that their batches are new) and an "
-    "optimiser that has seen nothing, and are trained half as long again. No numbers are published: the paper says "
-    "that neither sinks nor massive activations go away."
+    "once; the others start with the first row's weights, an optimiser that has seen nothing and batches of another "
+    "seed, and are trained half as long again. No numbers are published: the paper says that neither sinks nor massive "
+    "activations go away."
 )
 
 
@@ -37,8 +37,7 @@ def build(args: ScaledArgs) -> Study:
     base = study.given(override(BASES[args.scale](), {"model.match_params": False}), args)
 
     def start(seed: int) -> Run:
-        chosen = (seed + 1) % args.seeds
-        return Run(f"to start from: {BASELINE}", chosen, override(base, {"train.seed": chosen}))
+        return Run(f"to start from: {BASELINE}", seed, override(base, {"train.seed": seed}))
 
     lines = [Line(BASELINE, "baseline"), Line(SCRATCH, "g1_elementwise")]
     for when, peak in (("final LR", base.optim.final_learning_rate), ("peak LR", base.optim.learning_rate)):

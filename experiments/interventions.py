@@ -5,7 +5,7 @@ measures F-Attn, M-Act and held-out loss when the scores X W of its G1 gate are 
 
 * *mean*: every gate of a layer is that layer's mean over tokens, heads and channels; *by head and channel*: each gate
   is its own mean over tokens, so that all that depends on the token is gone; *open*: every gate is 1.
-* *swapped*: a head gets the scores of the next one. *scores x t*: a sharper (t > 1) or a flatter gate.
+* *swapped*: a head gets the scores of the one before. *scores x t*: a sharper (t > 1) or a flatter gate.
 
 All are changes of parameters (a kernel of zeros, a bias, a permutation), so that what runs is the model itself. The
 second table moves BOS in the ungated models and asks where the attention goes.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,8 +28,10 @@ from jaxtyping import Array, Float, Int
 from rich.console import Console
 
 from configs.variants import apply
-from experiments.render import Block, Grid, Heading, Text, save, terminal
-from experiments.runner import Run, run_all
+from experiments import provenance
+from experiments.render import Block, Bullets, Grid, Heading, Link, Text, save, terminal
+from experiments.report import Stat
+from experiments.runner import Run, run_all, sweep
 from experiments.sinkbench import BOS, sinkbench_config, sinkbench_deep_config
 from experiments.study import cut
 from gattn import gates, model, probes, resume
@@ -43,6 +45,12 @@ from gattn.step import eval_step, evaluate_all
 BENCHES = {"A": sinkbench_config, "deep": sinkbench_deep_config}
 GATED = {"SDPA elementwise": "g1_elementwise", "SDPA headwise": "g1_headwise"}
 SEQUENCES = 64  # of the second table
+
+Measure = dict[str, list[dict[str, float]]]
+"""What was changed -> the measures of each seed."""
+Measures = dict[str, Measure]
+"""Bench and variant -> `Measure`."""
+
 NOTE = (
     "Mean over seeds (lowest-highest) on held-out sequences; nothing was trained after the change. F-Attn of uniform "
     "attention is {floor}. Excess: held-out loss above that of the true distribution, in nats."
@@ -60,6 +68,8 @@ class Args:
 
     seeds: int = 3
     """Seeds per model."""
+    workers: int | None = None
+    """Runs at a time; sized to the machine by default."""
     steps: int | None = None
     """Cuts every run to this many steps, to try the machinery; the report goes to a folder of its own."""
 
@@ -193,35 +203,32 @@ def attention_to(loaded: resume.Loaded, place: str, maps: Callable) -> dict[str,
 # ---- the command ------------------------------------------------------------------------------------------------
 
 
-def runs(args: Args) -> dict[tuple[str, str], list[Run]]:
-    """Bench and variant -> its runs over seeds; the baseline is called so."""
+def runs(args: Args) -> dict[str, list[Run]]:
+    """Bench and variant -> its runs over seeds."""
     out = {}
     for bench, config in BENCHES.items():
         for name, variant in {"baseline": "baseline", **GATED}.items():
-            base = cut(apply(config(), variant), args.steps)
-            each = [override(base, {"train.seed": seed}) for seed in range(args.seeds)]
-            out[bench, name] = [
-                Run(f"{bench}: {name}", seed, one) for seed, one in zip(range(args.seeds), each, strict=True)
-            ]
+            key = f"{bench}: {name}"
+            out[key] = sweep(cut(apply(config(), variant), args.steps), {key: {}}, range(args.seeds))
     return out
 
 
 def main(args: Args, console: Console) -> int:
     """Trains what is missing, measures, reports; 1 where a run failed."""
-    if args.seeds < 1:
-        raise ConfigError("--seeds", args.seeds, "must be at least 1")
+    for name in ("seeds", "workers", "steps"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ConfigError(f"--{name}", value, "must be at least 1")
     wanted = runs(args)
-    outcomes = run_all([run for group in wanted.values() for run in group], console=console)
+    outcomes = run_all([run for group in wanted.values() for run in group], args.workers, console=console)
     if failed := [outcome.run for outcome in outcomes if outcome.state == "failed"]:
         console.print(f"failed: {', '.join(str(run.folder) for run in failed)}", highlight=False, soft_wrap=True)
         return 1
-    gated: dict[str, dict[str, list[dict[str, float]]]] = {}
-    places: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for (bench, name), group in wanted.items():
-        key = f"{bench}: {name}"
+    gated: Measures = {}
+    places: Measures = {}
+    for key, group in wanted.items():
         for run in group:
             loaded = resume.load(run.folder)
-            if name == "baseline":
+            if not run.config.model.gates:
                 maps = mean_map(loaded.graph)
                 for place in PLACES:
                     places.setdefault(key, {}).setdefault(place, []).append(attention_to(loaded, place, maps))
@@ -233,7 +240,7 @@ def main(args: Args, console: Console) -> int:
                 found = measure(step, changeable.config, change(changeable), held_out, loaded.source.bayes_loss or 0.0)
                 gated.setdefault(key, {}).setdefault(what, []).append(found)
     folder = home() / "runs" / ("interventions" + (f"-{args.steps}-steps" if args.steps else ""))
-    blocks = report(args, gated, places)
+    blocks = report(args, wanted, gated, places)
     write_atomically(folder / "interventions.json", json.dumps({"gates": gated, "first token": places}))
     save(folder, "report", "Interventions", blocks)
     terminal(blocks, console)
@@ -241,9 +248,10 @@ def main(args: Args, console: Console) -> int:
     return 0
 
 
-def report(args: Args, gated: dict[str, Any], places: dict[str, Any]) -> list[Block]:
-    """Both tables."""
-    command = "python -m experiments.interventions" + (f" --seeds {args.seeds}" if args.seeds != Args.seeds else "")
+def report(args: Args, wanted: Mapping[str, list[Run]], gated: Measures, places: Measures) -> list[Block]:
+    """Both tables, what they show, and where the numbers come from."""
+    sources = _sources(wanted)
+    anchors = {source.label: f"#{source.runs_anchor}" for source in sources}
     blocks: list[Block] = [
         Heading(1, "Interventions on trained gates"),
         Text("Forward passes of trained bench models whose gates, or whose first token, were changed."),
@@ -251,36 +259,61 @@ def report(args: Args, gated: dict[str, Any], places: dict[str, Any]) -> list[Bl
     columns = {"F-Attn": ("f_attn", ".3f"), "M-Act": ("m_act", ".3g"), "gate score": ("gate", ".3f")}
     columns["excess"] = ("excess", ".4f")
     for key, by_change in gated.items():
-        rows = tuple(
-            (what, *(_spread([one[field] for one in found], form) for field, form in columns.values()))
-            for what, found in by_change.items()
-        )
         floor = by_change["as trained"][0]["floor"]
-        header = ("gate", *columns)
         blocks += [Heading(2, f"Bench {key}"), Text(NOTE.format(floor=f"{floor:.3f}"))]
-        blocks.append(Grid(header, rows, (header, *rows), caption=f"What becomes of bench {key}"))
+        blocks += [_grid("gate", columns, by_change, anchors[key], f"What becomes of bench {key}")]
+        blocks += [Bullets((_without_input(key, by_change),))]
     blocks += [Heading(2, "Why the first token?"), Text(NOTE_FIRST.format(sequences=SEQUENCES))]
-    header = ("what is read", "first token", "BOS in the middle", "uniform")
+    columns = {"first token": ("first", ".3f"), "BOS in the middle": ("moved", ".3f"), "uniform": ("uniform", ".3f")}
     for key, by_place in places.items():
-        rows = tuple(
-            (
-                place,
-                _spread([one["first"] for one in found], ".3f"),
-                _spread([one["moved"] for one in found if "moved" in one], ".3f"),
-                f"{found[0]['uniform']:.3f}",
-            )
-            for place, found in by_place.items()
-        )
-        blocks.append(Grid(header, rows, (header, *rows), caption=f"Bench {key}"))
+        blocks += [_grid("what is read", columns, by_place, anchors[key], f"Bench {key}")]
+    blocks += [Bullets(tuple(_follows_bos(key, by_place) for key, by_place in places.items()))]
+    command = "python -m experiments.interventions" + (f" --seeds {args.seeds}" if args.seeds != Args.seeds else "")
     command += f" --steps {args.steps}" if args.steps else ""
-    return [*blocks, Heading(2, "How to get this"), Text(f"Command: {command}", terminal=True)]
+    blocks += [Heading(2, "How to get this"), Text(f"Command: {command}", terminal=True)]
+    blocks += [provenance.models(sources), provenance.setting(sources), *provenance.runs([], sources)]
+    return [*blocks, *provenance.configs([("The models", sources)])]
 
 
-def _spread(values: list[float], form: str) -> str:
-    if not values:
-        return "–"
-    low, high = f"{min(values):{form}}", f"{max(values):{form}}"
-    return f"{np.mean(values):{form}}" + (f" ({low}–{high})" if low != high else "")
+def _sources(wanted: Mapping[str, list[Run]]) -> list[provenance.Source]:
+    sources = []
+    for number, (key, group) in enumerate(wanted.items(), 1):
+        results = [(run, run.result()) for run in group]
+        runs = tuple(provenance.Trained(run.folder.name, run.seed, found, ()) for run, found in results if found)
+        sources.append(provenance.Source(key, provenance.row_anchor("models", number), runs))
+    return sources
+
+
+def _grid(first: str, columns: Mapping[str, tuple[str, str]], found: Measure, anchor: str, caption: str) -> Grid:
+    rows = {what: [_stat(ones, field).text(form) for field, form in columns.values()] for what, ones in found.items()}
+    linked = tuple((Link(what, anchor, quiet=True), *cells) for what, cells in rows.items())
+    header = (first, *columns)
+    return Grid(header, linked, (header, *((what, *cells) for what, cells in rows.items())), caption=caption)
+
+
+def _stat(found: Sequence[Mapping[str, float]], field: str) -> Stat:
+    values = tuple(one[field] for one in found if field in one)
+    return Stat(values, bool(values))
+
+
+def _without_input(key: str, found: Measure) -> str:
+    """What the part of the gate that depends on the token does."""
+    texts = []
+    for field, form, name in (("f_attn", ".3f", "F-Attn"), ("m_act", ".3g", "M-Act"), ("excess", ".4f", "excess loss")):
+        before, after = (_stat(found[what], field).text(form) for what in ("as trained", "by head and channel"))
+        texts.append(f"{name} {before} becomes {after}")
+    return f"{key}, without what depends on the token: {'; '.join(texts)}."
+
+
+def _follows_bos(key: str, found: Measure) -> str:
+    """Whether attention goes to the token or to the place."""
+    alone, none = found["BOS in the middle alone"], found["no BOS"]
+    given = [(none, "first"), (alone, "moved"), (alone, "first"), (alone, "uniform")]
+    without, moved, first, uniform = (_stat(ones, field).text(".3f") for ones, field in given)
+    return (
+        f"{key}: without BOS the token that comes first gets {without}; with BOS in the middle alone that BOS gets "
+        f"{moved}, the token that comes first {first} (uniform attention: {uniform})."
+    )
 
 
 if __name__ == "__main__":

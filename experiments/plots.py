@@ -197,7 +197,8 @@ def attention_maps(rows: Rows) -> Drawn:
 
 
 def loss_curves(rows: Rows, looks: Styles) -> Drawn:
-    """Training loss, and held-out loss (above Bayes where that is known), mean over seeds with the range as a band."""
+    """Training loss, and held-out loss (above Bayes where that is known), mean over seeds with the range as a band; of
+    runs that ended (one whose loss ceased to be finite has no last held-out loss)."""
     if not (rows := _having(rows, "curve", "evals", "eval.loss", "eval.bayes_loss")):
         return None
     figure = Figure(figsize=(9, 3.8), layout="constrained")

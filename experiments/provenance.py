@@ -131,7 +131,8 @@ def models(sources: Sequence[Source]) -> Grid:
     for source in sources:
         result = source.runs[0].result
         counts = [at(result, f"model.{key}") for key in ("params", "active_params", "gate_params", "ffn_width")]
-        tokens, each = at(result, "data.tokens"), at(result, "model.flops_per_token")
+        ended = next((run.result for run in source.runs if "diverged" not in run.result), result)
+        tokens, each = at(ended, "data.tokens"), at(result, "model.flops_per_token")
         texts = [MISSING if count is None else f"{count:,}" for count in counts]
         difference = MISSING if None in (counts[0], base) else f"{counts[0] - base:+,}"
         flops = MISSING if None in (tokens, each) else f"{tokens * each:.3g}"

@@ -29,8 +29,8 @@ NOT_APPLICABLE = "–"
 LEGEND = (
     "Mean over seeds (lowest–highest). F-Attn: attention to the first token; floor: what uniform attention gives it "
     "for the same queries. Sink rate: share of heads with F-Attn above 0.3. M-Act: mean over layers of the largest "
-    "activation. Missing: not measured yet; –: the row has no such thing. Our "
-    "numbers lead to their runs (in Markdown those of seeds)."
+    "activation. Missing: not measured yet; –: the row has no such thing; not finite: runs whose loss ceased to be, "
+    "which are in no mean. Our numbers lead to their runs (in Markdown those of seeds)."
 )
 
 
@@ -142,6 +142,8 @@ class Stat:
 
     values: tuple[float, ...]
     applies: bool
+    diverged: int = 0
+    """Runs whose loss or gradient ceased to be finite, and which therefore have no value."""
 
     @property
     def mean(self) -> float:
@@ -150,25 +152,28 @@ class Stat:
     def text(self, form: str, spread: bool = True) -> str:
         if not self.applies:
             return NOT_APPLICABLE
+        lost = f"{self.diverged} not finite" if self.diverged else ""
         if not self.values:
-            return MISSING
+            return lost or MISSING
         low, high = f"{min(self.values):{form}}", f"{max(self.values):{form}}"
-        return f"{self.mean:{form}}" + (f" ({low}–{high})" if spread and low != high else "")
+        text = f"{self.mean:{form}}" + (f" ({low}–{high})" if spread and low != high else "")
+        return f"{text}, {lost}" if lost else text
 
 
 def stat(results: Sequence[Result | None], column: Column) -> Stat:
     """A measure of these runs; None is one that is not finished."""
-    values, applies = [], True
+    values, applies, diverged = [], True, 0
     for result in filter(None, results):
         try:
             value = column.value(result)
         except KeyError:
+            diverged += "diverged" in result
             continue
         if value is None:
             applies = False
         else:
             values.append(value)
-    return Stat(tuple(values), applies or bool(values))
+    return Stat(tuple(values), applies or bool(values), diverged)
 
 
 class Measured:
@@ -260,13 +265,33 @@ def same_order_as_paper(column: Column) -> Finding:
     return finding
 
 
+def goes_with(column: Column, other: Column, *labels: str) -> Finding:
+    """Claims that of any two of these rows the one with less of a measure has less of the other, in the mean."""
+
+    def finding(measured: Measured) -> str:
+        means = {}
+        for label in labels:
+            both = measured.stat(label, column), measured.stat(label, other)
+            if both[0].values and both[1].values:
+                means[label] = both[0].mean, both[1].mean
+        claim = f"Less {column.title}, less {other.title} ({', '.join(labels)})"
+        if len(means) < 2:
+            return f"{claim}: not measured."
+        pairs = list(combinations(means.values(), 2))
+        same = sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in pairs)
+        return f"{claim}: {_verdict(same == len(pairs))}; so it is in {same} of {len(pairs)} pairs of rows."
+
+    return finding
+
+
 def change(column: Column, baseline: str, label: str) -> Finding:
     """States how a measure of one row differs from the baseline's, both over seeds."""
 
     def finding(measured: Measured) -> str:
         stats = [measured.stat(name, column) for name in (baseline, label)]
         if not all(stat.values for stat in stats):
-            return f"{column.title} of {label} against {baseline}: not measured."
+            texts = [stat.text(column.format) for stat in stats]
+            return f"{column.title} of {label} against {baseline}: {texts[1]} against {texts[0]}."
         base, ours = stats
         word = "equal to" if ours.mean == base.mean else "lower than" if ours.mean < base.mean else "higher than"
         apart = max(ours.values) < min(base.values) or max(base.values) < min(ours.values)
@@ -283,7 +308,8 @@ def change(column: Column, baseline: str, label: str) -> Finding:
 
 def loss_fall(measured: Measured) -> str:
     """By how much training lowered the held-out loss, row by row."""
-    falls = [(label, *(measured.stat(label, c) for c in (INITIAL_LOSS, LOSS, FALL))) for label in measured.results]
+    ended = {label: [r for r in results if r and "diverged" not in r] for label, results in measured.results.items()}
+    falls = [(label, *(stat(results, c) for c in (INITIAL_LOSS, LOSS, FALL))) for label, results in ended.items()]
     texts = [
         f"from {start.mean:.3f} to {end.mean:.3f} (by {fall.mean:.3f}) for {label}"
         for label, start, end, fall in falls

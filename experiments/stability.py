@@ -93,14 +93,18 @@ def limits(measured: Measured, rates: Sequence[float]) -> dict[str, list[float]]
     return {name: largest_stable({rate: measured.results[_label(name, rate)] for rate in rates}) for name in names}
 
 
+def spell(rate: float, rates: Sequence[float]) -> str:
+    """A largest stable rate in words: the grid ends somewhere."""
+    return f"below {rates[0]:g}" if not rate else f"at least {rate:g}" if rate == max(rates) else f"{rate:g}"
+
+
 def stable_rates(rates: Sequence[float]) -> Finding:
     """The largest stable learning rates, variant by variant."""
 
     def finding(measured: Measured) -> str:
         texts = []
         for name, found in limits(measured, rates).items():
-            seeds = ", ".join(f"{rate:g}" if rate else f"none of {rates[0]:g} and more" for rate in found)
-            texts.append(f"{name} {seeds or 'not measured'}")
+            texts.append(f"{name} {', '.join(spell(rate, rates) for rate in found) or 'not measured'}")
         return (
             f"Largest stable learning rate of {', '.join(f'{r:g}' for r in rates)}, seed by seed: {'; '.join(texts)}."
         )
@@ -109,51 +113,72 @@ def stable_rates(rates: Sequence[float]) -> Finding:
 
 
 def follows(column: Column, rates: Sequence[float]) -> Finding:
-    """Counts the pairs of variants in which the one with less of a measure, at the lowest rate, bears a higher rate."""
+    """Claims that of two variants the one with less of a measure, at the lowest rate, bears a higher rate; by the mean
+    place on the grid of rates."""
 
     def finding(measured: Measured) -> str:
-        found = {name: statistics.fmean(values) for name, values in limits(measured, rates).items() if values}
-        less = {name: measured.stat(_label(name, rates[0]), column) for name in found}
-        less = {name: stat.mean for name, stat in less.items() if stat.values}
-        pairs = [(a, b) for a, b in combinations(less, 2) if found[a] != found[b]]
+        grid = [0.0, *rates]
+        found = {k: statistics.fmean(map(grid.index, v)) for k, v in limits(measured, rates).items() if v}
+        stats = {name: measured.stat(_label(name, rates[0]), column) for name in found}
+        less = {name: stat.mean for name, stat in stats.items() if stat.values}
+        pairs = [(a, b) for a, b in combinations(less, 2) if found[a] != found[b] and less[a] != less[b]]
         same = sum((less[a] < less[b]) == (found[a] > found[b]) for a, b in pairs)
-        equal = len(less) * (len(less) - 1) // 2 - len(pairs)
-        return (
-            f"Stability follows {column.title}: of the pairs of variants whose mean stable rates differ, {same} of "
-            f"{len(pairs)} give the higher rate to the one with less {column.title}; {equal} pairs do not differ."
-        )
+        claim = f"Less {column.title} at LR {rates[0]:g}, a larger stable learning rate"
+        if not pairs:
+            return f"{claim}: no two variants that were measured differ in both."
+        verdict = "holds" if same == len(pairs) else "does not hold"
+        text = f"{claim}: {verdict}; so it is in {same} of {len(pairs)} pairs of variants"
+        ties = len(less) * (len(less) - 1) // 2 - len(pairs)
+        text += f", {ties} pairs do not differ" if ties else ""
+        lost = [name for name in found if name not in less]
+        return f"{text}{'; without a value: ' + ', '.join(lost) if lost else ''}."
 
     return finding
 
 
 def precision_gap(full: Part, names: Sequence[str], rates: Sequence[float]) -> Finding:
-    """The loss of bfloat16 above that of float32, seed by seed, and how much of it M-Act explains."""
+    """The loss of bfloat16 above that of float32, seed by seed, and how it goes with M-Act among runs of one rate."""
 
     def finding(measured: Measured) -> str:
-        exact = Measured(full.section()) if full.section() else None
-        pairs = []
+        section = full.section()
+        exact = Measured(section).results if section else {}
+        pairs, left_out = [], 0
         for name, rate in product(names, rates):
             label = _label(name, rate)
-            both = zip(exact.results.get(label, []) if exact else [], measured.results.get(label, []), strict=False)
-            done = [(a, b) for a, b in both if a and b and not (diverged(a) or diverged(b))]
-            pairs += [(name, b["eval"]["loss"] - a["eval"]["loss"], a["probes"]["m_act"]) for a, b in done]
+            both = zip(exact.get(label, []), measured.results.get(label, []), strict=False)
+            for a, b in ((a, b) for a, b in both if a and b):
+                if diverged(a) or diverged(b):
+                    left_out += 1
+                else:
+                    gap = b["eval"]["loss"] - a["eval"]["loss"]
+                    pairs.append((name, rate, gap, math.log(a["probes"]["m_act"])))
+        excuse = f" ({left_out} pairs left out: one of the two diverged)" if left_out else ""
         if len(pairs) < 3:
-            return "Loss of bfloat16 against float32: too few pairs of runs that did not diverge."
+            return f"Loss of bfloat16 against float32: too few pairs of runs that did not diverge{excuse}."
         gaps = []
         for name in names:
-            if mine := [gap for who, gap, _ in pairs if who == name]:
+            if mine := [gap for who, _, gap, _ in pairs if who == name]:
                 gaps.append(f"{name} {statistics.fmean(mine):+.4f} ({min(mine):+.4f} to {max(mine):+.4f})")
-        _, gap, m_act = zip(*pairs, strict=True)
-        try:
-            share = f"{statistics.correlation(gap, [math.log(m) for m in m_act]) ** 2:.2f}"
-        except statistics.StatisticsError:
-            share = "undefined"
         return (
-            f"Loss of bfloat16 minus that of float32 at equal seeds, in nats: {'; '.join(gaps)}. Over {len(pairs)} "
-            f"pairs the logarithm of M-Act explains {share} of its variance (squared correlation)."
+            f"Loss of bfloat16 minus that of float32 at equal seeds, in nats: {'; '.join(gaps)}. Correlation with the "
+            f"logarithm of M-Act over {len(pairs)} pairs, each less the mean of its learning rate: "
+            f"{_correlation(pairs)}{excuse}."
         )
 
     return finding
+
+
+def _correlation(pairs: Sequence[tuple[str, float, float, float]]) -> str:
+    """Of gap and logarithm of M-Act within learning rates, and the share of variance that it explains."""
+    by_rate: dict[float, list[tuple[float, float]]] = {}
+    for _, rate, gap, m_act in pairs:
+        by_rate.setdefault(rate, []).append((gap, m_act))
+    centred = [np.array(group) - np.mean(group, axis=0) for group in by_rate.values()]
+    gap, m_act = np.concatenate(centred).T
+    if not gap.any() or not m_act.any():
+        return "undefined"
+    r = float(gap @ m_act / math.sqrt((gap @ gap) * (m_act @ m_act)))
+    return f"{r:+.2f} ({r * r:.0%} of the variance)"
 
 
 # ---- what is trained --------------------------------------------------------------------------------------------

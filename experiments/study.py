@@ -24,6 +24,8 @@ from experiments.report import Column, Finding, Row, Section, Table
 from experiments.runner import Outcome, Run, sweep
 from gattn.config import Config, ConfigError, is_import_path, override
 
+AFRESH = 1000  # added to the seed of a run that starts from another: its batches come in another order
+
 
 @dataclass(frozen=True)
 class Args:
@@ -66,7 +68,7 @@ class Line:
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Dotted fields in which it differs from the base beside its variant."""
     start: Callable[[int], Run] | None = None
-    """By seed, the run whose last weights it starts with; it is trained before."""
+    """By seed, the run whose last weights it starts with; it is trained before, and the seed here is AFRESH higher."""
 
 
 def paper_lines(table: str) -> tuple[Line, ...]:
@@ -109,7 +111,7 @@ class Part:
             config = apply(override(self.base, line.changes), line.variant)
             for seed in range(self.seeds):
                 start = {"train.start_from": line.start(seed).folder.name} if line.start else {}
-                runs += sweep(config, {f"{self.name}: {line.label}": start}, [seed])
+                runs += sweep(config, {f"{self.name}: {line.label}": start}, [seed + AFRESH if line.start else seed])
         return runs
 
     def starts(self) -> list[Run]:
@@ -192,7 +194,7 @@ def given(base: Config, args: ScaledArgs) -> Config:
 
 def cut(base: Config, steps: int | None) -> Config:
     """The config with at most this many steps; as it is with None."""
-    if steps is None:
+    if steps is None or steps >= base.train.steps:
         return base
     return override(base, {"train.steps": steps, "optim.warmup_steps": min(base.optim.warmup_steps, steps // 5)})
 

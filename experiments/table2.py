@@ -14,6 +14,7 @@ from configs.models import dense_1p7b_28l, dense_1p7b_48l, small, tiny
 from configs.variants import PAPER
 from experiments import report, study
 from experiments.report import Column, Finding, change
+from experiments.stability import DIVERGED
 from experiments.study import Line, Part, ScaledArgs, Study
 from gattn.config import Config, override
 
@@ -32,7 +33,6 @@ SETTINGS = {
 }
 
 RATE = Column("max LR", lambda r: r["config"]["optim"]["learning_rate"], ".2g", paper="max_lr", brief="LR")
-DIVERGED = Column("not finite", lambda r: float("diverged" in r), ".2f", brief="nan")
 EXTRA = tuple(
     Column(title, lambda r, key=key: r["benchmarks"][key], ".2f", paper=key)
     for key, title in (("humaneval", "HumanEval"), ("cmmlu", "CMMLU"))
@@ -59,7 +59,7 @@ class Scale:
     tokens: dict[str, float]
     """By setting, how many times the tokens of the first one are trained on."""
     clip: float
-    """What the limits of A.6 are multiplied by."""
+    """What the limits of A.6 are multiplied by; 0 where M-Act is not known, which they relate to: no such rows."""
 
 
 def scales() -> dict[str, Scale]:
@@ -73,7 +73,7 @@ def scales() -> dict[str, Scale]:
     own = {setting: times for setting, (_, times) in SETTINGS.items()}
     return {
         "cpu": Scale(shallow, deep, equal, 8.0 / PAPER_M_ACT),  # 8: M-Act of `tiny` without a gate
-        "chip": Scale(chip, chip_deep, equal, 1.0),
+        "chip": Scale(chip, chip_deep, equal, 0.0),
         "pod": Scale(dense_1p7b_28l(), dense_1p7b_48l(), own, 1.0),
     }
 
@@ -102,10 +102,12 @@ def build(args: ScaledArgs) -> Study:
         f"{scale.shallow.optim.learning_rate:g} stands for 0.004, a batch of {scale.shallow.data.batch_size} for 1024. "
     )
     note += "Its tokens are ours too. " if args.scale == "pod" else "Its tokens are not: all see equally many here. "
-    note += (
-        "The last two rows of the third section are appendix A.6 (no numbers are published, only that they did not "
-        f"converge): outputs of attention and FFN clipped at 300 and 100, here times {scale.clip:.3g}, as M-Act is."
-    )
+    if scale.clip:
+        note += (
+            "The last two rows of the third section are appendix A.6 (no numbers are published, only that they did not "
+            "converge): outputs of attention and FFN clipped at 300 and 100"
+        )
+        note += "." if scale.clip == 1 else f", here times {scale.clip:.3g}, which is our M-Act over the paper's."
     return study.study("table2", args, "Gated attention, Table 2", note, parts)
 
 
@@ -123,9 +125,10 @@ def _lines(setting: str, scale: Scale) -> list[Line]:
     for row in report.paper_rows("table2"):
         if row["setting"] == setting:
             label = f"{row['method'].removesuffix(' (diverges)')}, LR {row['max_lr']:g}"
+            label += " (paper: diverges)" if row["ppl"] is None else ""
             changes = {"optim.learning_rate": round(row["max_lr"] * ours, 10)}
             lines.append(Line(label, PAPER["table2"][row["row"]], ("table2", row["row"]), changes))
-    if setting == DEEP:
+    if setting == DEEP and scale.clip:
         for label, limit in CLIPPED.items():
             changes = {"optim.learning_rate": round(0.008 * ours, 10), "model.clip_outputs": limit * scale.clip}
             lines.append(Line(f"{label}, LR 0.008", "baseline", None, changes))

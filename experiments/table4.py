@@ -102,6 +102,8 @@ FINDINGS_DEEP = (
     ordering(report.F_ATTN, HEADWISE, BASELINE),
     ordering(report.M_ACT, SANDWICH, BASELINE),
     ordering(report.F_ATTN, SINK_LOGIT, BASELINE),
+    report.goes_with(report.GATE, report.F_ATTN, ELEMENTWISE, HEADWISE, SHARED, INDEPENDENT, NS),
+    report.goes_with(report.GATE, report.M_ACT, ELEMENTWISE, HEADWISE, SHARED, INDEPENDENT, NS),
     same_order_as_paper(report.F_ATTN),
     same_order_as_paper(report.M_ACT),
     same_order_as_paper(report.GATE),

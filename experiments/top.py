@@ -15,8 +15,8 @@ from rich.console import Console
 
 from experiments import continued, report, stability, table1, table2, table3, table4, table6
 from experiments.render import Block, Bullets, Grid, Heading, Link, Text, Words, plain, save, terminal
-from experiments.report import Column, Measured, Stat
-from experiments.study import Part, ScaledArgs, Study
+from experiments.report import Column, Measured, Section, Stat
+from experiments.study import Line, Part, ScaledArgs, Study
 from gattn.config import ConfigError
 from gattn.files import home
 
@@ -24,13 +24,18 @@ ROWS = {
     "g1_elementwise": "SDPA elementwise",
     "g1_headwise": "SDPA headwise",
     "g1_elementwise_shared": "SDPA head-shared",
-    "g2_elementwise": "value elementwise",
+    "g1_additive_silu": "SDPA additive",
+    "g1_elementwise_silu": "SDPA elementwise SiLU",
     "g1_input_independent": "SDPA input-independent",
     "g1_elementwise_ns": "SDPA NS-sigmoid",
+    "g2_elementwise": "value elementwise",
+    "g2_headwise": "value headwise",
+    "g3_elementwise": "key elementwise",
+    "g4_elementwise": "query elementwise",
+    "g5_elementwise": "dense output",
     "sink_logit": "sink logit (no gate)",
     "sandwich_norm": "sandwich norm (no gate)",
 }
-PAPER_ROWS = {variant: row for row, variant in table4.PAPER["table4"].items()}
 # Table 2 at the learning rate of 0.008, at which the baseline of 48 layers does not converge.
 PAPER_STABLE = {"baseline": 6, "sandwich_norm": 7, "g1_elementwise": 10}
 
@@ -48,8 +53,8 @@ class Question:
     """One column: a measure in which a variant is compared with the baseline of the same part."""
 
     title: str
-    study: Study
-    part: Part
+    parts: tuple[tuple[Study, Part], ...]
+    """Where a variant is looked for; the first that has it answers."""
     column: Column
     relative: bool
     """Whether the change is told in percent; else as a factor."""
@@ -57,31 +62,34 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """A variant against the baseline, of the seeds' means, lowest and highest."""
+    """A variant against the baseline, of the seeds' means, lowest and highest; no verdict where it was not trained."""
 
     verdict: str
     text: str
 
 
 def questions(args: Args) -> list[Question]:
-    """The measures of Table 4 that the page compares."""
-    study = table4.build(table4.Args(scale="cpu", seeds=args.seeds))
-    parts = {part.name: part for part in study.parts}
+    """The measures of Tables 1 and 4 that the page compares."""
+    first = table1.build(ScaledArgs(seeds=args.seeds))
+    fourth = table4.build(table4.Args(scale="cpu", seeds=args.seeds))
+    parts = {part.name: (fourth, part) for part in fourth.parts}
     return [
-        Question("perplexity, text", study, parts["experts cpu"], report.PERPLEXITY, True),
-        Question("sink: F-Attn, bench A", study, parts["A"], report.F_ATTN, False),
-        Question("sink: F-Attn, deep bench", study, parts["deep"], report.F_ATTN, False),
-        Question("M-Act, deep bench", study, parts["deep"], report.M_ACT, False),
+        Question("perplexity", ((first, first.parts[0]), parts["experts cpu"]), report.PERPLEXITY, True),
+        Question("sink (F-Attn), bench A", (parts["A"],), report.F_ATTN, False),
+        Question("sink (F-Attn), deep bench", (parts["deep"],), report.F_ATTN, False),
+        Question("M-Act, deep bench", (parts["deep"],), report.M_ACT, False),
     ]
 
 
 def compare(ours: Stat, base: Stat, relative: bool) -> Answer:
     """Lower: every seed lies below every seed of the baseline. The text is the change of the mean, and of the seeds."""
     if not ours.values or not base.values:
-        return Answer("", "not trained")
+        return Answer("", f"{ours.diverged} not finite" if ours.diverged else "not trained")
     changes = [value / base.mean for value in (ours.mean, min(ours.values), max(ours.values))]
     mean, low, high = [f"{change - 1:+.1%}" if relative else f"{change:.2f}x" for change in changes]
     text = mean if low == high else f"{mean} ({low} to {high})"
+    if ours.diverged or base.diverged:
+        return Answer(f"{ours.diverged + base.diverged} not finite", text)
     if len(ours.values) == 1 or len(base.values) == 1:
         return Answer("one seed", text)
     if max(ours.values) < min(base.values):
@@ -89,60 +97,72 @@ def compare(ours: Stat, base: Stat, relative: bool) -> Answer:
     return Answer("higher" if min(ours.values) > max(base.values) else "overlaps", text)
 
 
-def published(variant: str, question: Question) -> str:
+def cells(question: Question, variant: str) -> tuple[Answer, Words, str]:
+    """Our answer, as it stands in the table, and the paper's."""
+    for study, part in question.parts:
+        lines = {line.variant: line for line in reversed(part.lines) if not line.changes}
+        if variant in lines:
+            measured = Measured(part.section() or Section("", "", "", (), ()))
+            ours, base = (measured.stat(lines[name].label, question.column) for name in (variant, "baseline"))
+            found = compare(ours, base, question.relative)
+            words = (_link(found.text, study.name), f" {found.verdict}") if found.verdict else found.text
+            return found, words, published(lines[variant], question)
+    return Answer("", ""), report.NOT_APPLICABLE, report.NOT_APPLICABLE
+
+
+def published(line: Line, question: Question) -> str:
     """The paper's number against its baseline's, in the same way."""
-    row, base = PAPER_ROWS.get(variant), report.paper_row("table4", 1)
-    key = question.column.paper
-    if row is None or key is None:
+    if line.paper is None or question.column.paper is None:
         return report.NOT_APPLICABLE
-    ratio = report.paper_row("table4", row)[key] / base[key]
-    return f"{ratio - 1:+.1%}" if question.relative else f"{ratio:.2f}x"
+    table, row = line.paper
+    ours, base = (report.paper_row(table, number)[question.column.paper] for number in (row, 1))
+    return f"{ours / base - 1:+.1%}" if question.relative else f"{ours / base:.2f}x"
 
 
 def stable(part: Part) -> dict[str, str]:
-    """Variant -> its largest stable learning rate over the seeds."""
-    section = part.section()
-    rates = stability.scales()["cpu"].rates
+    """Variant -> its largest stable learning rates over the seeds, and how they compare with the baseline's."""
+    section, rates = part.section(), stability.scales()["cpu"].rates
     found = stability.limits(Measured(section), rates) if section else {}
-    texts = {}
+    base, texts = found.get("baseline", []), {}
     for name, values in found.items():
-        spread = sorted({f"{value:g}" if value else f"below {rates[0]:g}" for value in values})
-        texts[stability.VARIANTS[name]] = " to ".join(spread) or "not trained"
+        text = "not trained"
+        if values:
+            low, high = (stability.spell(rate, rates) for rate in (min(values), max(values)))
+            text = low if low == high else f"{low} to {high}"
+        if values and base and name != "baseline":
+            wider, narrower = min(values) > max(base), max(values) < min(base)
+            text += ", wider" if wider else ", narrower" if narrower else ", overlaps"
+        texts[stability.VARIANTS[name]] = text
     return texts
 
 
 def blocks(args: Args) -> list[Block]:
     """The page."""
     asked, study = questions(args), stability.build(ScaledArgs(seeds=args.seeds))
-    measured = {one.title: Measured(section) if (section := one.part.section()) else None for one in asked}
     limits = stable(study.parts[0])
     header = ["variant"]
     for one in asked:
         header += [one.title, "paper"]
     header += ["largest stable LR, deep bench", "paper: perplexity at LR 0.008"]
     rows: list[tuple[Words, ...]] = []
-    lower: dict[str, list[str]] = {one.title: [] for one in asked}
+    verdicts: dict[str, dict[str, list[str]]] = {one.title: {} for one in asked}
     for variant, name in ROWS.items():
-        cells: list[Words] = [name]
+        row: list[Words] = [name]
         for one in asked:
-            answer = _answer(one, variant, measured[one.title])
-            if answer.verdict == "lower":
-                lower[one.title].append(name)
-            target = f"../{one.study.name}/report.html"
-            cells.append((Link(answer.text, target), f" {answer.verdict}") if answer.verdict else answer.text)
-            cells.append(published(variant, one))
-        limit = Link(limits[variant], f"../{study.name}/report.html") if variant in limits else report.NOT_APPLICABLE
-        cells += [limit, _paper_stable(variant)]
-        rows.append(tuple(cells))
-    claims = [f"Lower {title}: {', '.join(names) or 'none'}." for title, names in lower.items()]
-    base = limits.get("baseline", "not trained")
-    claims.append(f"Largest stable learning rate: baseline {base}; {_listed(limits)}.")
+            found, ours, theirs = cells(one, variant)
+            verdicts[one.title].setdefault(found.verdict, []).append(name)
+            row += [ours, theirs]
+        limit = _link(limits[variant], study.name) if variant in limits else report.NOT_APPLICABLE
+        rows.append((*row, limit, _paper_stable(variant)))
+    claims = [claim(title, found) for title, found in verdicts.items()]
+    listed = [f"{ROWS.get(variant, variant)} {text}" for variant, text in limits.items()]
+    claims.append(f"Largest stable learning rate: {'; '.join(listed) or 'not trained'}.")
     return [
         Heading(1, "Gated attention: what a gate does, at the scale of a CPU"),
         Text(
             "Every variant against the ungated baseline: mean over seeds (lowest to highest), the paper's ratio beside "
             "it. `lower` and `higher`: no seed overlaps the baseline's range. The paper's models are thousands of "
-            "times larger; what can be compared is the direction."
+            "times larger; what can be compared is the direction. –: not part of that comparison."
         ),
         Grid(tuple(header), tuple(rows), _short(header, rows), caption="Ours and the paper's, against the baseline"),
         Bullets(tuple(claims)),
@@ -154,12 +174,19 @@ def blocks(args: Args) -> list[Block]:
     ]
 
 
-def _answer(question: Question, variant: str, measured: Measured | None) -> Answer:
-    labels = {line.variant: line.label for line in reversed(question.part.lines) if not line.changes}
-    if measured is None or variant not in labels:
-        return Answer("", "–")
-    stats = [measured.stat(labels[name], question.column) for name in (variant, "baseline")]
-    return compare(stats[0], stats[1], question.relative)
+def claim(title: str, verdicts: dict[str, list[str]]) -> str:
+    """Which variants are lower, higher or neither; nothing of those that cannot be told."""
+    title = f"{title[0].upper()}{title[1:]}"
+    told = {word: verdicts[word] for word in ("lower", "overlaps", "higher") if word in verdicts}
+    if not told:
+        return f"{title}: {'one seed tells nothing' if 'one seed' in verdicts else 'not trained'}."
+    words = "; ".join(f"{word}: {', '.join(names)}" for word, names in told.items())
+    return f"{title}, against the baseline: {words}."
+
+
+def _link(text: str, name: str) -> str | Link:
+    """To a study's report where it is there."""
+    return Link(text, f"../{name}/report.html") if (home() / "runs" / name / "report.html").exists() else text
 
 
 def _paper_stable(variant: str) -> str:
@@ -167,10 +194,6 @@ def _paper_stable(variant: str) -> str:
         return report.NOT_APPLICABLE
     base = report.paper_row("table2", PAPER_STABLE["baseline"])["ppl"]
     return f"{report.paper_row('table2', PAPER_STABLE[variant])['ppl']:g} (baseline {base:g})"
-
-
-def _listed(limits: dict[str, str]) -> str:
-    return ", ".join(f"{ROWS[variant]} {text}" for variant, text in limits.items() if variant in ROWS) or "no other"
 
 
 def _reports(args: Args) -> list[Words]:
@@ -181,11 +204,7 @@ def _reports(args: Args) -> list[Words]:
     found = [(study.name, study.title, study.command) for study in studies]
     found.append(("interventions", "Interventions on trained gates", "python -m experiments.interventions"))
     found.append(("figures-cpu", "The paper's figures", "python -m experiments.figures"))
-    out: list[Words] = []
-    for name, title, command in found:
-        there = (home() / "runs" / name / "report.html").exists()
-        out.append((Link(title, f"../{name}/report.html") if there else f"{title}, not written yet", f" (`{command}`)"))
-    return out
+    return [(_link(title, name), f" (`{command}`)") for name, title, command in found]
 
 
 def _short(header: Sequence[str], rows: Sequence[tuple[Words, ...]]) -> tuple[tuple[str, ...], ...]:

@@ -338,8 +338,8 @@ class TrainConfig:
     seed: int = 0
     """Seeds parameters and data order."""
     start_from: str = field(default="", metadata=ADDED)
-    """Run (a folder's name below $GATTN_HOME/runs, or a path) whose last weights training starts with; what this model
-    has and that one lacks, such as a gate, is drawn as ever. Empty: everything is."""
+    """Finished run (its folder's name below $GATTN_HOME/runs, or a path) whose last weights training starts with; gates
+    that this model has and that one lacks are drawn as ever. Empty: everything is."""
     divergence_is_a_result: bool = field(default=False, metadata=COSMETIC)
     """A loss or gradient that is not finite ends the run with a result that says so, and not with an error (for studies
     of stability)."""

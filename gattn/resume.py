@@ -1,5 +1,6 @@
 """A run as far as it has come: its newest checkpoint that can be read, and whether its data are still the same."""
 
+import dataclasses
 import difflib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from gattn.checkpoint import CheckpointError, Checkpoints, Restored
 from gattn.config import Config, ConfigError, from_dict
 from gattn.data.loader import Source, open_source
 from gattn.distributed import decided
-from gattn.files import as_path, home
+from gattn.files import as_path, home, is_local
 from gattn.guard import TrainingError, read_json
 from gattn.step import State, abstract_state
 
@@ -87,40 +88,58 @@ def find_run(name: str) -> Path:
     raise ConfigError("run", name, f"no run there (a folder with a config.json), nor of that name below {runs}: {hint}")
 
 
-def starting_point(config: Config) -> Path | None:
-    """The folder of the run that `train.start_from` names, None where it names none.
+def starting_point(config: Config, directory: Path) -> Path | None:
+    """The folder of the finished run that `train.start_from` names, None where it names none. `directory`: of the run
+    that starts.
 
     Raises:
-      ConfigError: no such run, without a checkpoint, or with weights that this model has no place for.
+      ConfigError: no such run, not finished, diverged, without its last checkpoint, on other data, or with a model that
+        differs in more than gates that this one has and that one lacks.
     """
-    if not config.train.start_from:
+    field, name = "train.start_from", config.train.start_from
+    if not name:
         return None
-    folder = find_run(config.train.start_from)
-    field, given = "train.start_from", config.train.start_from
-    if not Checkpoints(folder / "checkpoints").steps:
-        raise ConfigError(field, given, "has no checkpoint: train it until it has one")
-    old = model.param_shapes(from_dict(Config, read_json(folder / "config.json")).model)
-    new = model.param_shapes(config.model)
-    for name, shape in old.items():
-        if new.get(name) != shape:
-            remedy = "models must agree in all but what is added (model.match_params narrows the FFN: set it to False)"
-            raise ConfigError(field, given, f"its {name} is {shape}, here {new.get(name, 'there is none')}: {remedy}")
-    return folder
+    folder = as_path(name) if "/" in name else home() / "runs" / name  # not by a prefix: it is in the fingerprint
+    if not (folder / "config.json").exists() or folder == directory:
+        raise ConfigError(field, name, f"{folder} is no run to start from: give the name of a finished run's folder")
+    old = from_dict(Config, read_json(folder / "config.json"))
+    result = read_json(folder / "result.json") if (folder / "result.json").exists() else {"diverged": None}
+    if "diverged" in result:
+        raise ConfigError(field, name, f"{folder} is not finished, or diverged: train it to its end")
+    if old.train.steps not in Checkpoints(folder / "checkpoints").steps:
+        raise ConfigError(field, name, f"its last checkpoint, {old.train.steps}, is gone: move {folder} away, train it")
+    for part, allowed in (("model", _MAY_DIFFER), ("data", _DATA_MAY_DIFFER)):
+        before, now = getattr(old, part), getattr(config, part)
+        for one in dataclasses.fields(before):
+            pair = getattr(before, one.name), getattr(now, one.name)
+            if pair[0] != pair[1] and one.name not in allowed:
+                remedy = f"{part}.{one.name} is {pair[0]!r} there and {pair[1]!r} here: only gates may be added"
+                raise ConfigError(field, name, remedy)
+    if lost := [gate.label for gate in old.model.gates if gate not in config.model.gates]:
+        raise ConfigError(field, name, f"its gate {lost[0]} is not here: keep it, only gates may be added")
+    if old.model.ffn_width != config.model.ffn_width:
+        remedy = (
+            f"its FFN is {old.model.ffn_width} wide, here {config.model.ffn_width}: set model.match_params to False"
+        )
+        raise ConfigError(field, name, remedy)
+    return folder.absolute() if is_local(folder) else folder
 
 
-def take_over(fresh: Any, folder: Path, mesh: Mesh, note: Callable[[str], None]) -> Any:
+# Of the model and the data of a run that another starts from: what does not change what its weights mean.
+_MAY_DIFFER = ("gates", "match_params", "dtype", "remat", "scan_layers", "attention", "buffer_factor")
+_DATA_MAY_DIFFER = ("batch_size", "seq_len", "eval_sequences", "workers", "attend_across_documents")
+
+
+def take_over(fresh: Any, folder: Path, mesh: Mesh) -> Any:
     """The parameters `fresh` with the last weights of the run in `folder` in place of those that it has.
 
     Raises:
-      CheckpointError: none of its checkpoints can be read.
+      CheckpointError: its last checkpoint cannot be read.
     """
-    old = from_dict(Config, read_json(folder / "config.json"))
-    found = newest(Checkpoints(folder / "checkpoints"), abstract_state(old, mesh), note)
-    assert found is not None  # `starting_point` has seen one
+    old = from_dict(Config, decided(lambda: read_json(folder / "config.json")))
+    found = Checkpoints(folder / "checkpoints").restore(old.train.steps, abstract_state(old, mesh))
     weights = dict(nnx.to_flat_state(found.state.weights))
-    flat = [(path, weights.get(path, leaf)) for path, leaf in nnx.to_flat_state(fresh)]
-    note(f"starts with the weights of {folder.name}, step {found.step}")
-    return nnx.from_flat_state(flat)
+    return nnx.from_flat_state([(path, weights.get(path, leaf)) for path, leaf in nnx.to_flat_state(fresh)])
 
 
 def newest(checkpoints: Checkpoints, like: State, note: Callable[[str], None]) -> Restored | None:

@@ -79,7 +79,8 @@ def train(
     with signals() as interrupted, contextlib.ExitStack() as held:
         source = together(lambda: open_source(config))  # says what is wrong with the data before anything is written
         begun = Checkpoints(directory / "checkpoints")
-        start = decided(lambda: None if begun.steps else starting_point(config))
+        started = decided(lambda: bool(begun.steps) or (directory / "result.json").exists())
+        start = None if started else decided(lambda: starting_point(config, directory))
         if (stopping := interrupted()) and jax.process_count() == 1:
             raise SystemExit(128 + stopping)
 
@@ -402,7 +403,7 @@ class _Run:
             },
             "environment": metrics.environment(config, self.mesh),
             "time": {"train_s": self.seconds, "tokens_per_s": speed, "mfu": self.utilisation(speed)},
-            "eval": {"initial_loss": evals[0][1]},
+            "eval": {"initial_loss": evals[0][1]} if evals else {},
             "spikes": self.spikes.summary(),
             "best_checkpoint": self.checkpoints.best(self.held_out_losses),
             "curve": {"step": list(range(every, len(losses) + 1, every)), "loss": losses[every - 1 :: every]},
@@ -417,9 +418,10 @@ class _Run:
         if found is None and (damaged := decided(lambda: self.checkpoints.damaged)):
             raise CheckpointError(f"{' and '.join(map(str, damaged))} cannot be used. {NONE_LEFT}")
         if found is None:
-            note = self.progress.note
-            taken = (lambda fresh: take_over(fresh, start, self.mesh, note)) if start else (lambda fresh: fresh)
-            return new_state(self.config, self.mesh, taken), 0, 0.0
+            if start is None:
+                return new_state(self.config, self.mesh), 0, 0.0
+            self.progress.note(f"starts with the weights of {start}")
+            return new_state(self.config, self.mesh, lambda fresh: take_over(fresh, start, self.mesh)), 0, 0.0
         same_data(self.directory, found.metadata["data"], self.source)
         for later in decided(lambda: [step for step in self.checkpoints.steps if step > found.step]):
             self.checkpoints.set_aside(later)

@@ -742,7 +742,7 @@ def test_interrupted_anywhere_and_continued_it_is_the_same(many_units, tmp_path)
             time.sleep(random.uniform(0.3, 1.5))
         elif not units:  # while the workers start
             assert any(line.startswith("tokenising") for line in process.stdout)
-            time.sleep(random.uniform(0.1, 0.4))
+            time.sleep(random.uniform(0.0, 0.2))
         assert interrupt(process, out, units, number) == code
         assert "Traceback" not in process.stderr.read()
         assert not (out / "index.json").exists()

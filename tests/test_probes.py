@@ -118,6 +118,7 @@ def sdpa_by_hand(block, x, context):
     activate = {
         "sigmoid": sigmoid,
         "ns_sigmoid": lambda s: 0.5 + 0.5 * sigmoid(s),
+        "two_sigmoid": lambda s: 2 * sigmoid(s),
         "silu": lambda s: s * sigmoid(s),
         "identity": lambda s: s,
     }

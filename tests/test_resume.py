@@ -2,6 +2,7 @@
 
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -9,7 +10,6 @@ from flax import nnx
 from gattn import resume, train
 from gattn.checkpoint import Checkpoints
 from gattn.config import ConfigError, GateSpec, override
-from gattn.files import home
 from gattn.guard import DivergenceError
 from gattn.sharding import make_mesh
 from tests.test_train import SHORT, final_state
@@ -39,9 +39,9 @@ def test_a_gate_that_is_the_identity_starts_where_the_old_run_ended(old, tmp_pat
 
 
 def test_what_the_old_run_has_is_taken_and_the_rest_is_drawn(old, tmp_path):
-    """Stopped before its first step: the checkpoint holds the old weights and the gate of a run that starts afresh."""
+    """Every old weight, and the gate of a run that starts afresh."""
     config = continued(old)
-    taken = flat(resume.take_over(fresh_params(config), old, make_mesh(config.mesh), print))
+    taken = flat(resume.take_over(fresh_params(config), old, make_mesh(config.mesh)))
     theirs, fresh = flat(final_state(old, PLAIN)[1].params), flat(fresh_params(config))
     assert set(theirs) < set(taken) == set(fresh)
     for path, value in taken.items():
@@ -80,35 +80,67 @@ def test_it_goes_on_without_the_run_it_started_from(old, tmp_path, monkeypatch):
     assert train.train(config, tmp_path / "cut")["evals"] == whole["evals"]
 
 
-def test_a_run_of_home_is_found_by_its_name(tmp_path):
+def test_a_finished_run_needs_neither_its_checkpoints_nor_its_start(old, tmp_path):
+    gone = tmp_path / "gone"
+    shutil.copytree(old, gone)
+    config = continued(gone)
+    result = train.train(config, tmp_path / "run")
+    shutil.rmtree(gone)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert train.train(config, tmp_path / "run") == result
+
+
+def test_a_run_of_home_is_found_by_its_name(old, tmp_path, monkeypatch):
     """And the fingerprint tells runs with different starts apart."""
-    train.train(PLAIN)
+    monkeypatch.setenv("GATTN_HOME", str(tmp_path))
+    shutil.copytree(old, tmp_path / "runs" / PLAIN.run_name)
     config = override(SHORT, {"train.start_from": PLAIN.run_name})
-    assert resume.starting_point(config) == home() / "runs" / PLAIN.run_name
+    assert resume.starting_point(config, tmp_path / "new") == tmp_path / "runs" / PLAIN.run_name
     assert config.fingerprint() != SHORT.fingerprint()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train.start_from": "nowhere"}, "no run there"),
-        ({"model.d_model": 64}, r"key.kernel is \(1, 32, 2, 16\), here \(1, 64, 2, 16\)"),
-        ({"model.match_params": True, "model.gates": (GateSpec(),)}, "match_params narrows the FFN"),
-        ({"model.num_layers": 2}, "models must agree"),
+        ({"train.start_from": "nowhere"}, "nowhere is no run to start from"),
+        ({"model.d_model": 64}, "model.d_model is 32 there and 64 here"),
+        ({"model.rope_theta": 1e6}, "model.rope_theta is 10000.0 there"),
+        ({"model.tied_embeddings": True}, "model.tied_embeddings is False there"),
+        ({"model.match_params": True, "model.gates": (GateSpec(),)}, "set model.match_params to False"),
+        ({"data.source": "experiments.sinkbench:sinkbench_heads"}, "data.source is"),
     ],
 )
 def test_what_cannot_be_started_from_is_refused_before_anything_is_written(old, tmp_path, changes, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as error:
         train.train(continued(old, **changes), tmp_path / "new")
+    assert error.value.field == "train.start_from"
     assert not (tmp_path / "new").exists()
 
 
-def test_a_run_without_a_checkpoint_is_no_start(old, tmp_path):
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    shutil.copy(old / "config.json", empty)
-    with pytest.raises(ConfigError, match="has no checkpoint"):
-        train.train(continued(empty), tmp_path / "new")
+def test_a_gate_is_not_lost(old, tmp_path):
+    """The old run has a gate that the new one would drop."""
+    train.train(SHORT, tmp_path / "gated")
+    with pytest.raises(ConfigError, match="its gate g1_headwise is not here"):
+        train.train(override(PLAIN, {"train.start_from": str(tmp_path / "gated")}), tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "result.json").unlink(), "is not finished, or diverged"),
+        (
+            lambda folder: (folder / "result.json").write_text('{"diverged": {"step": 3}}'),
+            "is not finished, or diverged",
+        ),
+        (lambda folder: shutil.rmtree(folder / "checkpoints" / "12"), "its last checkpoint, 12, is gone"),
+    ],
+)
+def test_only_the_end_of_a_finished_run_is_a_start(old, tmp_path, spoil, message):
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(old, spoilt)
+    spoil(spoilt)
+    with pytest.raises(ConfigError, match=message):
+        train.train(continued(spoilt), tmp_path / "new")
 
 
 def test_divergence_is_a_result_where_it_is_asked_for(tmp_path):
@@ -125,3 +157,18 @@ def test_divergence_is_a_result_where_it_is_asked_for(tmp_path):
     with pytest.raises(DivergenceError):
         train.train(wild, tmp_path / "other")
     assert config.fingerprint() == wild.fingerprint()
+
+
+def test_a_start_that_gives_no_finite_loss_is_a_result_too(old, tmp_path):
+    """Diverged before the first held-out loss was known."""
+    poisoned = tmp_path / "poisoned"
+    shutil.copytree(old, poisoned)
+    config = override(continued(poisoned), {"train.divergence_is_a_result": True, "optim.learning_rate": 1e-3})
+    real = train.take_over
+    with pytest.MonkeyPatch.context() as patch:
+        nan = lambda *given: jax.tree.map(lambda leaf: leaf * np.nan, real(*given))  # noqa: E731
+        patch.setattr(train, "take_over", nan)
+        result = train.train(config, tmp_path / "new")
+    assert result["eval"] == {}
+    assert result["diverged"]["step"] == 0
+    assert "the held-out loss is nan" in result["diverged"]["reason"]

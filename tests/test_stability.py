@@ -85,11 +85,29 @@ def test_claims_are_counted_over_pairs_of_variants(tmp_path):
         "sandwich norm": (0.03, 20.0, 0.5),
     }
     _, found = measured(tmp_path, facts)
-    assert "of 5 give the higher rate" in follows(M_ACT, RATES)(found)
-    assert ", 5 of 5 give the higher rate" in follows(M_ACT, RATES)(found)
-    assert "; 1 pairs do not differ" in follows(M_ACT, RATES)(found)
-    assert ", 2 of 5 give the higher rate" in follows(F_ATTN, RATES)(found)
+    assert follows(M_ACT, RATES)(found) == (
+        "Less M-Act at LR 0.003, a larger stable learning rate: holds; so it is in 5 of 5 pairs of variants, 1 pairs "
+        "do not differ."
+    )
+    assert "does not hold; so it is in 2 of 5 pairs" in follows(F_ATTN, RATES)(found)
     assert "baseline 0.003, 0.003; SDPA elementwise 0.01, 0.01;" in stable_rates(RATES)(found)
+    assert "sandwich norm at least 0.03, at least 0.03." in stable_rates(RATES)(found)
+
+
+def test_a_variant_without_a_value_is_named(tmp_path):
+    """Its runs at the lowest rate were not finite; a tie in the measure is no agreement."""
+    facts = {"baseline": (0.0, 400.0, 0.3), "SDPA elementwise": (0.01, 150.0, 0.3), "SDPA headwise": (0.03, 120.0, 0.3)}
+    part, _ = measured(tmp_path, facts)
+    for run in part.runs([f"baseline, LR {RATES[0]:g}"]):
+        result = json.loads((run.folder / "result.json").read_text())
+        del result["probes"]
+        (run.folder / "result.json").write_text(json.dumps(result))
+    found = Measured(part.section())
+    assert follows(M_ACT, RATES)(found).endswith(
+        "holds; so it is in 1 of 1 pairs of variants; without a value: baseline."
+    )
+    assert "no two variants" in follows(F_ATTN, RATES)(found)
+    assert "baseline below 0.003, below 0.003;" in stable_rates(RATES)(found)
 
 
 def test_what_was_not_trained_is_said(tmp_path):
@@ -99,23 +117,26 @@ def test_what_was_not_trained_is_said(tmp_path):
     assert "too few pairs" in precision_gap(part, ["baseline"], RATES)(Measured(part.section()))
 
 
-def test_how_much_of_the_gap_between_precisions_m_act_explains(tmp_path):
-    """All of it where the gap is a linear function of its logarithm."""
+@pytest.mark.parametrize(("slope", "says"), [(0.01, "+1.00 (100%"), (-0.01, "-1.00 (100%"), (0.0, "undefined")])
+def test_how_the_gap_between_precisions_goes_with_m_act(tmp_path, slope, says):
+    """Where the gap is a linear function of its logarithm, and another constant at every learning rate."""
     parts = stability.build(ScaledArgs(seeds=3)).parts
     names = ["baseline", "SDPA elementwise"]
     for part in (parts[0], parts[2]):
         for name in names:
-            for number, run in enumerate(part.runs([f"{name}, LR {RATES[0]:g}"])):
-                m_act = 10.0 * (number + 1) * (5 if name == "baseline" else 1)
-                result = fake_result(run, 0.1)
-                result["probes"]["m_act"] = m_act
-                gap = 0.01 * math.log(m_act) if part is parts[2] else 0.0
-                result["eval"]["loss"] = 2.0 + gap
-                result["curve"]["loss"] = list(FALLING)
-                write(run, result)
+            for place, rate in enumerate(RATES[:2]):
+                for number, run in enumerate(part.runs([f"{name}, LR {rate:g}"])):
+                    m_act = 10.0 * (number + 1) * (5 if name == "baseline" else 1)
+                    result = fake_result(run, 0.1)
+                    result["probes"]["m_act"] = m_act
+                    result["eval"]["loss"] = 2.0 + (place + slope * math.log(m_act) if part is parts[2] else 0.0)
+                    result["curve"]["loss"] = list(FALLING)
+                    write(run, result)
+    for run in parts[2].runs([f"baseline, LR {RATES[2]:g}"]) + parts[0].runs([f"baseline, LR {RATES[2]:g}"]):
+        write(run, fake_result(run, 0.1) | {"diverged": {"step": 1}})
     text = precision_gap(parts[0], names, RATES)(Measured(parts[2].section()))
-    assert "Over 6 pairs the logarithm of M-Act explains 1.00 of its variance" in text
-    assert "baseline +0.0" in text
+    assert f"over 12 pairs, each less the mean of its learning rate: {says}" in text
+    assert "(3 pairs left out: one of the two diverged)" in text
 
 
 def test_every_scale_has_rows_of_its_own_and_the_paper_rates_stand_at_the_pod():

@@ -6,6 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
+from configs.variants import PAPER
 from experiments import report, stability, table4, top
 from experiments.render import Link, plain
 from experiments.report import Stat
@@ -47,7 +48,8 @@ def test_an_empty_home_is_said_to_be_empty_and_the_papers_answers_are_there():
     assert gated[3] == gated[5] == f"{0.048 / 0.467:.2f}x"
     assert gated[7] == f"{94 / 1053:.2f}x"
     assert rows["sandwich norm (no gate)"][-1] == "7.407 (baseline 9.195)"
-    assert "Lower perplexity, text: none." in page[3].items
+    assert "Perplexity: not trained." in page[3].items
+    assert not [part for row in page[2].rows for cell in row for part in cell if isinstance(part, Link)]
     assert not [item for item in page[5].items if isinstance(item[0], Link)]
 
 
@@ -57,12 +59,14 @@ def test_a_trained_part_is_told_with_its_spread_and_a_link():
     for label, values in {"baseline": (0.6, 0.7, 0.8), "SDPA elementwise": (0.02, 0.04, 0.03)}.items():
         place(part.runs([label]), values)
     place(part.runs(["value elementwise"]), (0.5, 0.65, 0.9))
+    report.write(table4.build(table4.Args(scale="cpu")).table(), Console(file=io.StringIO()))
     assert top.main(top.Args(), Console(file=io.StringIO())) == 0
     text = (home() / "runs" / "top" / "report.md").read_text()
     (line,) = [line for line in text.splitlines() if line.startswith("| SDPA elementwise |")]
     assert "[0.04x (0.03x to 0.06x)](../table4-cpu/report.html) lower" in line
     assert "0.98x (0.71x to 1.29x)](../table4-cpu/report.html) overlaps" in text
-    assert "Lower sink: F-Attn, bench A: SDPA elementwise." in text
+    assert "Sink (F-Attn), bench A, against the baseline: lower: SDPA elementwise; overlaps: value elementwise." in text
+    assert "Sink (F-Attn), deep bench: not trained." in text
 
 
 def place(runs, values):
@@ -87,11 +91,24 @@ def test_the_largest_stable_rates_are_those_of_the_stability_study():
     text = top.stable(part)
     assert text["baseline"] == f"{rates[0]:g} to {rates[1]:g}"
     assert text["g1_elementwise"] == "not trained"
+    for rate in rates:
+        for run in part.runs([f"sandwich norm, LR {rate:g}"]):
+            write(run, fake_result(run, 0.3))
+    assert top.stable(part)["sandwich_norm"] == f"at least {rates[2]:g}, wider"
+
+
+def test_one_seed_tells_nothing_and_a_run_that_was_not_finite_is_counted():
+    assert top.claim("sink", {"one seed": ["a"], "": ["b"]}) == "Sink: one seed tells nothing."
+    lost = Stat((0.1, 0.2), True, diverged=1)
+    assert top.compare(lost, stat(0.5, 0.6), relative=False).verdict == "1 not finite"
+    assert top.compare(Stat((), True, diverged=3), stat(0.5), relative=False) == top.Answer("", "3 not finite")
 
 
 def test_each_paper_answer_has_its_row():
-    """A variant that the paper has in Table 4 has a published ratio in every column, others none."""
-    asked = top.questions(top.Args())
+    """Every published row of Tables 1 and 4 with one of these variants has its ratio, others have none."""
+    first, sink, deep, act = top.questions(top.Args())
     for variant in top.ROWS:
-        known = variant in top.PAPER_ROWS
-        assert all((top.published(variant, one) != report.NOT_APPLICABLE) == known for one in asked)
+        in_fourth = variant in PAPER["table4"].values()
+        assert (top.cells(first, variant)[2] != "–") == (in_fourth or variant in PAPER["table1"].values())
+        for one in (sink, deep, act):
+            assert (top.cells(one, variant)[2] != "–") == in_fourth
