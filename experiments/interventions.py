@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from flax import nnx
 from jaxtyping import Array, Float, Int
 from rich.console import Console
@@ -33,9 +31,9 @@ from experiments.render import Block, Bullets, Grid, Heading, Link, Text, save, 
 from experiments.report import Stat
 from experiments.runner import Run, run_all, sweep
 from experiments.sinkbench import BOS, sinkbench_config, sinkbench_deep_config
-from experiments.study import cut
+from experiments.study import command, cut
 from gattn import gates, model, probes, resume
-from gattn.config import Config, ConfigError, override
+from gattn.config import Config, override
 from gattn.data.loader import Batch
 from gattn.files import home, write_atomically
 from gattn.layers import Context
@@ -215,9 +213,6 @@ def runs(args: Args) -> dict[str, list[Run]]:
 
 def main(args: Args, console: Console) -> int:
     """Trains what is missing, measures, reports; 1 where a run failed."""
-    for name in ("seeds", "workers", "steps"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ConfigError(f"--{name}", value, "must be at least 1")
     wanted = runs(args)
     outcomes = run_all([run for group in wanted.values() for run in group], args.workers, console=console)
     if failed := [outcome.run for outcome in outcomes if outcome.state == "failed"]:
@@ -268,9 +263,9 @@ def report(args: Args, wanted: Mapping[str, list[Run]], gated: Measures, places:
     for key, by_place in places.items():
         blocks += [_grid("what is read", columns, by_place, anchors[key], f"Bench {key}")]
     blocks += [Bullets(tuple(_follows_bos(key, by_place) for key, by_place in places.items()))]
-    command = "python -m experiments.interventions" + (f" --seeds {args.seeds}" if args.seeds != Args.seeds else "")
-    command += f" --steps {args.steps}" if args.steps else ""
-    blocks += [Heading(2, "How to get this"), Text(f"Command: {command}", terminal=True)]
+    words = "python -m experiments.interventions" + (f" --seeds {args.seeds}" if args.seeds != Args.seeds else "")
+    words += f" --steps {args.steps}" if args.steps else ""
+    blocks += [Heading(2, "How to get this"), Text(f"Command: {words}", terminal=True)]
     blocks += [provenance.models(sources), provenance.setting(sources), *provenance.runs([], sources)]
     return [*blocks, *provenance.configs([("The models", sources)])]
 
@@ -317,10 +312,4 @@ def _follows_bos(key: str, found: Measure) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(tyro.cli(Args, description=__doc__), Console()))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    command(Args, main, __doc__)

@@ -232,14 +232,20 @@ def run(study: Study, args: Args, console: Console, write: Writer = as_table) ->
 
 
 def main(kind: type[Args], build: Callable[[Any], Study], doc: str | None, write: Writer = as_table) -> None:
-    """The command line of an experiment: parses `kind`, builds the study, runs it, reports by `write`, exits."""
-    screen = Console() if sys.stdout.isatty() else Console(width=140)  # a pipe has no width: leave the table whole
+    """The command line of a study: parses `kind`, builds the study, runs it, reports by `write`, exits."""
+    command(kind, lambda args, screen: run(build(args), args, screen, write), doc)
+
+
+def command(kind: type[Any], act: Callable[[Any, Console], int], doc: str | None, width: int = 140) -> None:
+    """The command line of an experiment: parses `kind`, does `act`, exits with its code, 2 for bad input, 130 for
+    Ctrl-C. `width`: of a pipe, which has none: tables stay whole."""
+    screen = Console() if sys.stdout.isatty() else Console(width=width)
     try:
         args = tyro.cli(kind, description=doc)
         for name in ("seeds", "workers", "steps"):
-            if (value := getattr(args, name)) is not None and value < 1:
+            if (value := getattr(args, name, None)) is not None and value < 1:
                 raise ConfigError(f"--{name}", value, "must be at least 1")
-        sys.exit(run(build(args), args, screen, write))
+        sys.exit(act(args, screen))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -6,18 +6,15 @@ writes one screen with the paper's answers beside ours.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tyro
 from rich.console import Console
 
 from experiments import continued, report, stability, table1, table2, table3, table4, table6
 from experiments.render import Block, Bullets, Grid, Heading, Link, Text, Words, plain, save, terminal
 from experiments.report import Column, Measured, Section, Stat
-from experiments.study import Line, Part, ScaledArgs, Study
-from gattn.config import ConfigError
+from experiments.study import Line, Part, ScaledArgs, Study, command
 from gattn.files import home
 
 ROWS = {
@@ -213,8 +210,6 @@ def _short(header: Sequence[str], rows: Sequence[tuple[Words, ...]]) -> tuple[tu
 
 def main(args: Args, console: Console) -> int:
     """Writes the page."""
-    if args.seeds < 1:
-        raise ConfigError("--seeds", args.seeds, "must be at least 1")
     folder = home() / "runs" / "top"
     page = blocks(args)
     save(folder, "report", "gattn", page)
@@ -224,8 +219,4 @@ def main(args: Args, console: Console) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(tyro.cli(Args, description=__doc__), Console() if sys.stdout.isatty() else Console(width=200)))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    command(Args, main, __doc__, width=200)
