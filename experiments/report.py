@@ -306,6 +306,43 @@ def change(column: Column, baseline: str, label: str) -> Finding:
     return finding
 
 
+def against(ours: Stat, base: Stat) -> str:
+    """Lower or higher: every seed lies so to every seed of the baseline; overlaps; or why that cannot be told."""
+    if not ours.values or not base.values:
+        return ""
+    if ours.diverged or base.diverged:
+        return f"{ours.diverged + base.diverged} not finite"
+    if len(ours.values) == 1 or len(base.values) == 1:
+        return "one seed"
+    if max(ours.values) < min(base.values):
+        return "lower"
+    return "higher" if min(ours.values) > max(base.values) else "overlaps"
+
+
+def claim(title: str, verdicts: Mapping[str, Sequence[str]]) -> str:
+    """Which rows are lower, higher or neither, by their `against`; nothing of those that cannot be told."""
+    title = f"{title[0].upper()}{title[1:]}"
+    told = {word: verdicts[word] for word in ("lower", "overlaps", "higher") if word in verdicts}
+    if not told:
+        return f"{title}: {'one seed tells nothing' if 'one seed' in verdicts else 'not trained'}."
+    words = "; ".join(f"{word}: {', '.join(names)}" for word, names in told.items())
+    return f"{title}, against the baseline: {words}."
+
+
+def apart(column: Column) -> Finding:
+    """States which rows lie wholly below or above the row `baseline`, all seeds of both."""
+
+    def finding(measured: Measured) -> str:
+        verdicts: dict[str, list[str]] = {}
+        for row in measured.section.rows:
+            if row.label != "baseline":
+                verdict = against(measured.stat(row.label, column), measured.stat("baseline", column))
+                verdicts.setdefault(verdict, []).append(row.label)
+        return claim(column.title, verdicts)
+
+    return finding
+
+
 def loss_fall(measured: Measured) -> str:
     """By how much training lowered the held-out loss, row by row."""
     ended = {label: [r for r in results if r and "diverged" not in r] for label, results in measured.results.items()}

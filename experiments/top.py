@@ -79,19 +79,13 @@ def questions(args: Args) -> list[Question]:
 
 
 def compare(ours: Stat, base: Stat, relative: bool) -> Answer:
-    """Lower: every seed lies below every seed of the baseline. The text is the change of the mean, and of the seeds."""
-    if not ours.values or not base.values:
+    """The verdict of `report.against`; the text is the change of the mean, and of the seeds."""
+    verdict = report.against(ours, base)
+    if not verdict:
         return Answer("", f"{ours.diverged} not finite" if ours.diverged else "not trained")
     changes = [value / base.mean for value in (ours.mean, min(ours.values), max(ours.values))]
     mean, low, high = [f"{change - 1:+.1%}" if relative else f"{change:.2f}x" for change in changes]
-    text = mean if low == high else f"{mean} ({low} to {high})"
-    if ours.diverged or base.diverged:
-        return Answer(f"{ours.diverged + base.diverged} not finite", text)
-    if len(ours.values) == 1 or len(base.values) == 1:
-        return Answer("one seed", text)
-    if max(ours.values) < min(base.values):
-        return Answer("lower", text)
-    return Answer("higher" if min(ours.values) > max(base.values) else "overlaps", text)
+    return Answer(verdict, mean if low == high else f"{mean} ({low} to {high})")
 
 
 def cells(question: Question, variant: str) -> tuple[Answer, Words, str]:
@@ -151,7 +145,7 @@ def blocks(args: Args) -> list[Block]:
             row += [ours, theirs]
         limit = _link(limits[variant], study.name) if variant in limits else report.NOT_APPLICABLE
         rows.append((*row, limit, _paper_stable(variant)))
-    claims = [claim(title, found) for title, found in verdicts.items()]
+    claims = [report.claim(title, found) for title, found in verdicts.items()]
     listed = [f"{ROWS.get(variant, variant)} {text}" for variant, text in limits.items()]
     claims.append(f"Largest stable learning rate: {'; '.join(listed) or 'not trained'}.")
     return [
@@ -169,16 +163,6 @@ def blocks(args: Args) -> list[Block]:
         Text("Command: python -m experiments.top", terminal=True),
         Text(f"Published: {report.paper()['source']}"),
     ]
-
-
-def claim(title: str, verdicts: dict[str, list[str]]) -> str:
-    """Which variants are lower, higher or neither; nothing of those that cannot be told."""
-    title = f"{title[0].upper()}{title[1:]}"
-    told = {word: verdicts[word] for word in ("lower", "overlaps", "higher") if word in verdicts}
-    if not told:
-        return f"{title}: {'one seed tells nothing' if 'one seed' in verdicts else 'not trained'}."
-    words = "; ".join(f"{word}: {', '.join(names)}" for word, names in told.items())
-    return f"{title}, against the baseline: {words}."
 
 
 def _link(text: str, name: str) -> str | Link:

@@ -238,6 +238,8 @@ def test_a_result_of_another_config_is_refused():
         (report.same_order_as_paper(report.GATE), "too few rows"),
         (report.change(report.F_ATTN, "baseline", "gated"), "is lower than baseline's: 0.020"),
         (report.change(report.LOSS, "baseline", "gated"), "is equal to baseline's"),
+        (report.apart(report.F_ATTN), "F-Attn, against the baseline: lower: gated."),
+        (report.apart(report.LOSS), "against the baseline: overlaps: gated."),
         (report.loss_fall, "from 4.170 to 1.510 (by 2.660) for baseline"),
     ],
 )
@@ -355,9 +357,33 @@ def test_tables_share_their_runs():
     folders = [
         {run.folder for run in module.build(study.ScaledArgs(seeds=1)).runs()} for module in (table1, table3, table6)
     ]
-    assert [len(one) for one in folders] == [15, 7, 6]
-    assert len(folders[0] & folders[1]) == 4
-    assert len(folders[0] & folders[2]) == 1
+    assert [len(one) for one in folders] == [2 * 15, 2 * 7, 2 * 6]  # as language models and on the capability bench
+    assert len(folders[0] & folders[1]) == 2 * 4
+    assert len(folders[0] & folders[2]) == 2 * 1
+
+
+def test_capabilities_stand_beside_perplexity_with_their_chance():
+    """At the scale of a CPU only; the numbers of the held-out sets of the same names, over seeds."""
+    (_, part) = table3.build(study.ScaledArgs()).parts
+    assert len(table3.build(study.ScaledArgs(scale="chip", source="/data/text")).parts) == 1
+    for label, values in {"baseline": (0.3, 0.4, 0.5), "SDPA elementwise gate": (0.1, 0.2, 0.45)}.items():
+        for run, value in zip(part.runs([label]), values, strict=True):
+            run.folder.mkdir(parents=True)
+            sets = {
+                task: {"loss": value + i} for i, task in enumerate(("induction", "recall", "arithmetic", "brackets"))
+            }
+            (run.folder / "result.json").write_text(json.dumps({**fake_result(run, 0.1), "eval": {"sets": sets}}))
+    section = part.section()
+    measured = report.Measured(section)
+    assert [column.title for column in section.columns] == [
+        "induction (chance 3.466)",
+        "recall (chance 2.773)",
+        "arithmetic (chance 2.833)",
+        "brackets (chance 1.946)",
+    ]
+    texts = [measured.stat("SDPA elementwise gate", column).text(".2f") for column in section.columns]
+    assert texts == ["0.25 (0.10–0.45)", "1.25 (1.10–1.45)", "2.25 (2.10–2.45)", "3.25 (3.10–3.45)"]
+    assert section.findings[1](measured).startswith("Recall (chance 2.773), against the baseline: overlaps: SDPA elem")
 
 
 def test_what_a_row_costs_stands_beside_the_first(tmp_path):

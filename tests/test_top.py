@@ -98,7 +98,7 @@ def test_the_largest_stable_rates_are_those_of_the_stability_study():
 
 
 def test_one_seed_tells_nothing_and_a_run_that_was_not_finite_is_counted():
-    assert top.claim("sink", {"one seed": ["a"], "": ["b"]}) == "Sink: one seed tells nothing."
+    assert report.claim("sink", {"one seed": ["a"], "": ["b"]}) == "Sink: one seed tells nothing."
     lost = Stat((0.1, 0.2), True, diverged=1)
     assert top.compare(lost, stat(0.5, 0.6), relative=False).verdict == "1 not finite"
     assert top.compare(Stat((), True, diverged=3), stat(0.5), relative=False) == top.Answer("", "3 not finite")
