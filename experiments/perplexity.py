@@ -46,7 +46,6 @@ def rows(table: str, args: ScaledArgs, title: str, findings: Sequence[Finding], 
         seeds=args.seeds,
         columns=COLUMNS,
         findings=(
-            report.loss_fall,
             report.same_order_as_paper(report.PERPLEXITY),
             report.apart(report.PERPLEXITY),
             *findings,
@@ -68,7 +67,7 @@ def capabilities(table: str, args: ScaledArgs) -> Part:
     )
 
 
-def build(table: str, args: ScaledArgs, title: str, findings: Sequence[Finding]) -> Study:
+def build(table: str, args: ScaledArgs, title: str, findings: Sequence[Finding] = ()) -> Study:
     """All rows of a published table at a scale."""
     parts = [rows(table, args, title, findings, args.scale)]
     parts += [capabilities(table, args)] if args.scale == "cpu" else []

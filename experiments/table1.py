@@ -5,16 +5,11 @@ tokens, and on the four tasks of the capability bench.
 """
 
 from experiments import perplexity, study
-from experiments.report import PERPLEXITY, change
 from experiments.study import ScaledArgs, Study
-
-WIDER = ("kv_heads=8", "q_heads=48", "+4 experts")
-GATED = ("SDPA elementwise", "value elementwise", "SDPA headwise", "SDPA head-shared", "key elementwise")
 
 
 def build(args: ScaledArgs) -> Study:
-    findings = [change(PERPLEXITY, "baseline", label) for label in (*WIDER, *GATED)]
-    return perplexity.build("table1", args, "Position, granularity and sharing", findings)
+    return perplexity.build("table1", args, "Position, granularity and sharing")
 
 
 if __name__ == "__main__":

@@ -4,15 +4,18 @@
 """
 
 from experiments import perplexity, study
-from experiments.report import PERPLEXITY, change, ordering
+from experiments.report import PERPLEXITY, ordering
 from experiments.study import ScaledArgs, Study
 
-NORM, BARE = "SDPA GroupNorm (RMSNorm per head, no gate)", "SDPA SiLU (activation only, no parameters)"
+GATED, ADDITIVE, BARE = (
+    "SDPA elementwise gate",
+    "SDPA additive gate, silu",
+    "SDPA SiLU (activation only, no parameters)",
+)
 
 
 def build(args: ScaledArgs) -> Study:
-    findings = [change(PERPLEXITY, "baseline", label) for label in (NORM, BARE, "SDPA additive gate, identity")]
-    findings += [ordering(PERPLEXITY, "SDPA elementwise gate", "SDPA additive gate, silu", BARE, "baseline")]
+    findings = [ordering(PERPLEXITY, GATED, ADDITIVE, BARE, "baseline")]
     return perplexity.build("table3", args, "Non-linearity between value and output projection", findings)
 
 

@@ -5,13 +5,11 @@ value gate of Table 1 by another name: the two must learn the same but for what 
 """
 
 from experiments import perplexity, study
-from experiments.report import PERPLEXITY, change
-from experiments.study import ScaledArgs, Study, paper_lines
+from experiments.study import ScaledArgs, Study
 
 
 def build(args: ScaledArgs) -> Study:
-    findings = [change(PERPLEXITY, "baseline", line.label) for line in paper_lines("table6")[1:]]
-    return perplexity.build("table6", args, "Switch heads", findings)
+    return perplexity.build("table6", args, "Switch heads")
 
 
 if __name__ == "__main__":

@@ -336,12 +336,12 @@ def test_every_row_of_a_table_of_perplexities_prints_the_published_numbers(modul
 
 @pytest.mark.parametrize("module", [table1, table3, table6], ids=["table1", "table3", "table6"])
 def test_findings_name_rows_that_are_there(module):
-    one = module.build(study.ScaledArgs(seeds=1))
+    one = module.build(study.ScaledArgs(seeds=2))
     for number, run in enumerate(one.runs()):
         finish(run, f_attn=0.1 + 0.01 * number)
     findings = [finding(report.Measured(one.table().sections[0])) for finding in one.parts[0].findings]
-    assert len(findings) > 2
-    assert not [text for text in findings if "not measured" in text or "too few" in text]
+    assert len(findings) >= 2
+    assert not [text for text in findings if any(words in text for words in ("not measured", "too few", "not trained"))]
 
 
 def test_a_chip_needs_a_text_of_its_own_and_the_report_says_how_it_was_called(tmp_path):
