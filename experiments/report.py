@@ -26,6 +26,7 @@ Result = dict[str, Any]
 Finding = Callable[["Measured"], str]
 
 NOT_APPLICABLE = "–"
+MANY = 3  # rows of which nothing can be said are counted, not named, beyond this
 LEGEND = (
     "Mean over seeds (lowest–highest). F-Attn: attention to the first token; floor: what uniform attention gives it "
     "for the same queries. Sink rate: share of heads with F-Attn above 0.3. M-Act: mean over layers of the largest "
@@ -325,8 +326,11 @@ def claim(title: str, verdicts: Mapping[str, Sequence[str]]) -> str:
     told = {word: verdicts[word] for word in ("lower", "overlaps", "higher") if word in verdicts}
     if not told:
         return f"{title}: {'one seed tells nothing' if 'one seed' in verdicts else 'not trained'}."
-    words = "; ".join(f"{word}: {', '.join(names)}" for word, names in told.items())
-    return f"{title}, against the baseline: {words}."
+    texts = []
+    for word, names in told.items():
+        many = word == "overlaps" and len(names) > MANY
+        texts.append(f"{word}: {f'{len(names)} other rows' if many else ', '.join(names)}")
+    return f"{title}, against the baseline: {'; '.join(texts)}."
 
 
 def apart(column: Column) -> Finding:
