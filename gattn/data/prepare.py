@@ -50,6 +50,7 @@ from gattn.data.tokenizer import (
     train_tokenizer,
 )
 from gattn.files import as_path, write_atomically
+from gattn.guard import signals
 
 _TRAIN_SAMPLE = 16 << 20  # most bytes of text that bpe is trained on, _TRAIN_SAMPLE_PER_ENTRY for a small vocabulary
 _TRAIN_SAMPLE_PER_ENTRY = 2 << 10
@@ -188,7 +189,7 @@ def _run(job: _Job, units: list[list[Part]], workers: int, console: Console) -> 
     began = time.monotonic()
     with pool, _progress(total, console) as show:
         try:
-            with _interrupts_held():
+            with _whole_start():
                 pending = {pool.submit(_prepare_unit, number, units[number]) for number in todo}
             while pending:
                 finished, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
@@ -207,14 +208,19 @@ def _run(job: _Job, units: list[list[Part]], workers: int, console: Console) -> 
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C, which reaches every process, waits; for good in the processes started here: it is the parent who stops
-    them, and they must not die halfway or complain."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _whole_start() -> Iterator[None]:
+    """Signals wait until the processes are started: one half started would complain of a parent that left it.
+
+    Ctrl-C, which reaches every process, waits for good in those started here: it is the parent who stops them.
+    """
+    with signals() as arrived:  # the mask holds back this thread alone; Python answers what another one receives
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if number := arrived():
+        signal.raise_signal(number)
 
 
 @contextmanager
