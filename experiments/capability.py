@@ -55,6 +55,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from experiments.sinkbench import training_uniforms
 from gattn.config import Config, ConfigError, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from gattn.data.loader import Batch, Source
 
@@ -215,15 +216,11 @@ DRAWS = len(SEEN)  # U, uniform numbers that a row takes: arithmetic needs most
 
 
 def _train(seed: int, batch_size: int, step: int, rows: slice | Int[np.ndarray, " R"] = slice(None)) -> Iterator[Batch]:
-    steps_at_once = max(1, ROWS_AT_ONCE // batch_size)
-    bits = np.random.PCG64(seed + 1)  # what default_rng(seed + 1) draws from
-    bits.advance(step * batch_size * DRAWS)  # random() takes one state per number
-    rng = np.random.Generator(bits)
-    while True:
-        made = _rows(step * batch_size, rng.random((steps_at_once * batch_size, DRAWS)))
-        for i in range(steps_at_once):
+    for uniforms in training_uniforms(seed, step, (batch_size, DRAWS), max(1, ROWS_AT_ONCE // batch_size)):
+        made = _rows(step * batch_size, uniforms.reshape(-1, DRAWS))
+        for i in range(len(uniforms)):
             yield _batch(made, np.arange(i * batch_size, (i + 1) * batch_size)[rows])
-        step += steps_at_once
+        step += len(uniforms)
 
 
 def _rows(first: int, uniforms: Float[np.ndarray, "R U"]) -> Rows:

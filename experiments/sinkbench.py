@@ -39,6 +39,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -269,15 +270,21 @@ def _source(language: Language, config: Config, skip: int = 0) -> Source:
 def _train(
     language: Language, seed: int, batch_size: int, step: int, rows: slice | Int[np.ndarray, " R"] = slice(None)
 ) -> Iterator[Batch]:
-    steps_at_once = max(1, ROWS_AT_ONCE // batch_size)
+    for uniforms in training_uniforms(seed, step, (language.length, batch_size), max(1, ROWS_AT_ONCE // batch_size)):
+        tokens, _ = language.speak(uniforms.transpose(1, 0, 2).reshape(language.length, -1))
+        for i in range(len(uniforms)):
+            yield _batch(tokens[i * batch_size : (i + 1) * batch_size][rows])
+
+
+def training_uniforms(
+    seed: int, step: int, shape: tuple[int, int], steps_at_once: int
+) -> Iterator[Float[np.ndarray, "steps_at_once _ _"]]:
+    """What a bench draws its training data from: numbers in `shape` for every step, those before `step` passed over."""
     bits = np.random.PCG64(seed + 1)  # what default_rng(seed + 1) draws from
-    bits.advance(step * language.length * batch_size)  # random() takes one state per number
+    bits.advance(step * math.prod(shape))  # random() takes one state per number
     rng = np.random.Generator(bits)
     while True:
-        uniforms = rng.random((steps_at_once, language.length, batch_size))
-        tokens, _ = language.speak(uniforms.transpose(1, 0, 2).reshape(language.length, -1))
-        for i in range(steps_at_once):
-            yield _batch(tokens[i * batch_size : (i + 1) * batch_size][rows])
+        yield rng.random((steps_at_once, *shape))
 
 
 def _batch(tokens: Int[np.ndarray, "B T+1"]) -> Batch:
