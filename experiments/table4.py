@@ -2,8 +2,8 @@
 
 `python -m experiments.table4 --scale demo` (what `make demo` calls) trains bench A in seven variants, head sharing on
 bench B and a short pair of language models, in 15 to 20 minutes on 2 cores; `--scale cpu` adds the other variants of
-bench B, the rivals, the deep bench and language models at equal parameters, about 80 minutes in all. They share runs,
-repeat none. `--scale chip` and `pod` are the paper's seven rows of a language model with experts.
+bench B, the rivals, the deep bench and language models at equal parameters and with experts, about two hours in all.
+They share runs, repeat none. `--scale chip` and `pod` are the paper's seven rows of a language model with experts.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ FINDINGS_TEXT = (
 @dataclass(frozen=True)
 class Args(ScaledArgs):
     scale: Literal["demo", "cpu", "chip", "pod"] = "demo"  # type: ignore[assignment]
-    """demo: 15 to 20 minutes on 2 cores, language models with one seed; cpu: everything, about 80; chip, pod: the
-    paper's rows with experts, as in Table 1."""
+    """demo: 15 to 20 minutes on 2 cores, language models with one seed; cpu: everything, about two hours; chip, pod:
+    the paper's rows with experts, as in Table 1."""
 
 
 def build(args: Args) -> Study:
