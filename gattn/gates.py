@@ -5,6 +5,7 @@ mean over the head axis of the *activated* per-head scores; averaging before the
 map written with the parameters of many.
 """
 
+import math
 from collections.abc import Mapping
 
 import jax
@@ -24,6 +25,7 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "identity": lambda x: x,
 }
+FEW_ROWS = 64  # below, a product on a CPU takes as long as reading its matrix
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float) -> nnx.Param:
@@ -35,9 +37,10 @@ def project(x: Float[Array, "B T C"], kernels: Mapping[str, Float[Array, "C *fea
     """x times each matrix over its last axis, [B, T, *features], in x's dtype.
 
     On a CPU as one two-dimensional product: that is up to twice as fast as several narrow ones, and XLA:CPU would
-    compute the weight gradient of a product with a three-dimensional left side by transposing both operands.
+    compute the weight gradient of a product with a three-dimensional left side by transposing both operands. For a few
+    rows (decoding) putting the matrices together would cost more than the product.
     """
-    if not _wide():
+    if not _wide() or math.prod(x.shape[:-1]) < FEW_ROWS:
         return {name: multiply(x, kernel, 1) for name, kernel in kernels.items()}
     flat = [kernel.astype(x.dtype).reshape(x.shape[-1], -1) for kernel in kernels.values()]
     ends = np.cumsum([kernel.shape[1] for kernel in flat])

@@ -1,15 +1,15 @@
-"""Layers of the decoder: norm, embedding, SwiGLU, and attention with gates at any of the five positions.
+"""Layers of the decoder: norm, SwiGLU, and attention with gates at any of the five positions.
 
 B batch, T query length, S key length, D model, N query heads, K kv heads, H head_dim, F ffn, V vocabulary. Modules hold
 float32 parameters and nothing else; every call is a pure function of them. Compute happens in `ModelConfig.dtype`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from gattn import gates, probes, sharding
@@ -17,9 +17,15 @@ from gattn.config import GateSpec, ModelConfig
 from gattn.gates import Gate, multiply, normal, project
 from gattn.kernels.api import attention_maps, gated_dot_product_attention
 from gattn.moe import Experts
-from gattn.rope import apply_rope
+from gattn.rope import alibi_slopes, apply_rope
 
 MAP_LENGTH = 48  # tokens of the attention maps that probes return
+
+
+Rope = tuple[Array, Array]
+"""cos and sin, [T, H / 2] or [B, T, H / 2]."""
+Memory = tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]
+"""Keys (normed and rotated) and values of one layer's past, by position; what lies beyond it may be anything finite."""
 
 
 class Context(NamedTuple):
@@ -28,7 +34,12 @@ class Context(NamedTuple):
     segment_ids: Int[Array, "B T"] | None
     queries: probes.Queries | None
     """The queries that probes count; None unless probing."""
-    rope: tuple[np.ndarray, np.ndarray] | None
+    rope: Rope | None
+    """cos and sin at the tokens' positions."""
+    kept_rope: Rope | None = None
+    """With `kept_first`, those at the queries' places in the cache."""
+    start: Int[Array, "B"] | None = None
+    """Positions of the first tokens here, with a memory; None: 0."""
 
 
 def rms_norm(x: Float[Array, "*b C"], gain: Float[Array, "C"] | None, eps: float) -> Float[Array, "*b C"]:
@@ -96,8 +107,11 @@ class Attention(nnx.Module):
             self.sink = nnx.Param(jnp.zeros((model.num_heads,), jnp.float32))
         self.gates = nnx.Dict({spec.position: Gate(spec, model, rngs) for spec in model.gates})
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], probes.Sums]:
-        """The sublayer's output, and with `context.queries` its probes' sums (else an empty dict)."""
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, memory: Memory | None = None
+    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        """The sublayer's output; with `context.queries` its probes' sums; and the `memory`, if there is one, with x in
+        it."""
         model = self.model
         query, key, value, scores = self.projections(x)
         query = self._gated("g4", query, scores)
@@ -105,12 +119,21 @@ class Attention(nnx.Module):
         value = self._gated("g2", value, scores)
         if model.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
+        unrotated = query
         if context.rope is not None:
             query, key = apply_rope(query, *context.rope), apply_rope(key, *context.rope)
+        aux: dict[str, Any] = {}
+        if memory is not None:
+            key, value = aux["memory"] = remember(memory, (key, value), self._start(context, len(x)))
 
         spec = self._spec("g1")
-        fused = spec is not None and gates.fuses(spec) and model.sdpa_transform == "none"
-        attended, lse = self._attend(query, key, value, context, scores["g1"] if fused else None)
+        beyond = 0 < model.kept_first < key.shape[1]  # there is something that is not kept for good
+        fused = spec is not None and gates.fuses(spec) and model.sdpa_transform == "none" and not beyond
+        if beyond:
+            kept_query = unrotated if context.kept_rope is None else apply_rope(unrotated, *context.kept_rope)
+            attended, lse = self._attend_kept(query, kept_query, key, value, context)
+        else:
+            attended, lse = self._attend(query, key, value, context, scores["g1"] if fused else None)
         if model.sdpa_transform == "rmsnorm":
             attended = rms_norm(attended, None, model.norm_eps)
         elif model.sdpa_transform == "silu":
@@ -118,9 +141,8 @@ class Attention(nnx.Module):
         gated = attended if fused else self._gated("g1", attended, scores)
         out = self._gated("g5", multiply(gated, self.out.kernel[...], 2), scores)
 
-        aux: probes.Sums = {}
         if context.queries is not None:
-            aux = self._probe(query, key, value, lse, scores, context.queries, context.segment_ids)
+            aux |= self._probe(query, key, value, lse, scores, context.queries, context.segment_ids)
             # A fused gate leaves no ungated output behind: only probes pay for computing it again.
             before = self._attend(query, key, value, context, None)[0] if fused else attended
             scaled = spec is not None and spec.op == "multiply"
@@ -136,14 +158,67 @@ class Attention(nnx.Module):
             value,
             gate=gate,
             gate_activation="sigmoid" if spec is None or gate is None else spec.activation,
-            is_causal=True,
+            query_offset=0 if context.start is None else context.start,
             segment_ids=context.segment_ids,
-            sinks=self.sinks(),
             implementation=None if self.model.attention == "auto" else self.model.attention,
-            sharding=sharding.attention_layout(),
+            sharding=self._layout(context),
             return_residual=True,
+            **self._softmax(),
         )
         return attended, lse
+
+    def _softmax(self) -> dict[str, Any]:
+        """What shapes the softmax beside queries and keys."""
+        window = self.model.window
+        return {
+            "is_causal": True,
+            "local_window_size": (window - 1, 0) if window else None,
+            "sinks": self.sinks(),
+            "alibi_slopes": self.slopes(),
+        }
+
+    def _start(self, context: Context, batch: int) -> Int[Array, "B"]:
+        return jnp.zeros(batch, jnp.int32) if context.start is None else context.start
+
+    def _layout(self, context: Context) -> PartitionSpec | None:
+        layout = sharding.attention_layout()
+        return layout if layout is None or context.start is None else PartitionSpec(layout[0], None, layout[2])
+
+    def _attend_kept(self, query, kept_query, key, value, context: Context) -> tuple[Array, Array]:
+        """`_attend` without a gate over a window, and beside it the first `kept_first` keys, which `kept_query` sees
+        from its place in the cache: two softmaxes, put together by their log-sum-exp."""
+        count, batch, rows = self.model.kept_first, query.shape[0], jnp.arange(query.shape[1])
+        start = self._start(context, batch)
+        place = jnp.minimum(start[:, None] + rows, count + self.model.window - 1)
+        bias, ids = None, context.segment_ids
+        shared: dict[str, Any] = {"sharding": self._layout(context), "return_residual": True}
+        if (slopes := self.slopes()) is not None:
+            bias = -slopes[:, None, None] * (place[:, None, :, None] - jnp.arange(count))
+        first, first_lse = gated_dot_product_attention(
+            kept_query,
+            key[:, :count],
+            value[:, :count],
+            bias,
+            is_causal=True,
+            query_offset=start,
+            segment_ids=None if ids is None else (ids, ids[:, :count]),
+            sinks=self.sinks(),
+            **shared,
+        )
+        rest, rest_lse = gated_dot_product_attention(
+            query,
+            key[:, count:],
+            value[:, count:],
+            query_offset=start - count,
+            segment_ids=None if ids is None else (ids, ids[:, count:]),
+            **self._softmax() | {"sinks": None},
+            **shared,
+        )
+        lse = jnp.logaddexp(first_lse, rest_lse)
+        finite = jnp.where(lse == -jnp.inf, 0.0, lse)[..., None]
+        parts = ((first, first_lse), (rest, rest_lse))
+        attended = sum((out * jnp.exp(part[..., None] - finite) for out, part in parts), jnp.float32(0))
+        return attended.astype(query.dtype), lse
 
     def projections(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array, dict[str, Array]]:
         """Query, key and value before gates and norms, and each gate's scores by position."""
@@ -165,6 +240,10 @@ class Attention(nnx.Module):
             return None
         return self.sink[...] if self.model.softmax == "sink_logit" else jnp.zeros(self.model.num_heads, jnp.float32)
 
+    def slopes(self) -> Float[Array, "N"] | None:
+        """ALiBi's, where it tells the positions."""
+        return jnp.asarray(alibi_slopes(self.model.num_heads)) if self.model.position == "alibi" else None
+
     def _spec(self, position: str) -> GateSpec | None:
         return next((spec for spec in self.model.gates if spec.position == position), None)
 
@@ -174,7 +253,7 @@ class Attention(nnx.Module):
 
     def _probe(self, query, key, value, lse, scores, queries: probes.Queries, segment_ids) -> probes.Sums:
         scale = self.model.head_dim**-0.5
-        aux = probes.attention_sums(query, key, value, lse, self.sinks(), queries, scale)
+        aux = probes.attention_sums(query, key, value, lse, self.sinks(), queries, scale, self.slopes())
         aux["gates"] = {}
         for spec in self.model.gates:
             values = gates.activate(spec, scores[spec.position])
@@ -182,9 +261,19 @@ class Attention(nnx.Module):
             aux["gates"][spec.position] = probes.gate_sums(values, spec.activation, queries.tokens)
         one = slice(1), slice(MAP_LENGTH)  # causal, so the map of a sequence's beginning needs its beginning only
         segment_ids = None if segment_ids is None else segment_ids[one]
-        maps = attention_maps(query[one], key[one], is_causal=True, segment_ids=segment_ids, sinks=self.sinks())
+        maps = attention_maps(query[one], key[one], segment_ids=segment_ids, **self._softmax())
         aux["map"] = maps[0]
         return aux
+
+
+def remember(memory: Memory, new: Memory, start: Int[Array, "B"]) -> Memory:
+    """Keys and values with new ones [B, T, K, H] written from each row's start on."""
+
+    def write(rows, more, first):
+        return jax.lax.dynamic_update_slice_in_dim(rows, more.astype(rows.dtype), first, 0)
+
+    key, value = (jax.vmap(write)(old, more, start) for old, more in zip(memory, new, strict=True))
+    return key, value
 
 
 def switch(scores: Float[Array, "B T K E"], top_k: int) -> Float[Array, "B T K E"]:
@@ -212,9 +301,11 @@ class Block(nnx.Module):
             self.attention_out_norm = RMSNorm(model.d_model, model.norm_eps)
             self.mlp_out_norm = RMSNorm(model.d_model, model.norm_eps)
 
-    def __call__(self, hidden: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], probes.Sums]:
-        """The layer's output; with `context.queries` its probes' sums; and of experts, under `moe`, their sums."""
-        attended, aux = self.attention(self.attention_norm(hidden), context)
+    def __call__(
+        self, hidden: Float[Array, "B T D"], context: Context, memory: Memory | None = None
+    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        """The layer's output; what attention returns beside its own; and of experts, under `moe`, their sums."""
+        attended, aux = self.attention(self.attention_norm(hidden), context, memory)
         hidden = hidden + self._clipped(self.attention_out_norm(attended) if self.model.sandwich_norm else attended)
         if self.model.num_experts:
             transformed, aux["moe"] = self.experts(self.mlp_norm(hidden))

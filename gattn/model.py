@@ -4,15 +4,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from gattn import probes, sharding
-from gattn.config import ModelConfig, override
+from gattn.config import ConfigError, ModelConfig, override
 from gattn.gates import normal
 from gattn.kernels.vjp import CHECKPOINT_NAMES
-from gattn.layers import Block, Context, RMSNorm
+from gattn.layers import Block, Context, Memory, RMSNorm, Rope
 from gattn.rope import rope_table
 
 REMAT = {
@@ -24,15 +25,19 @@ REMAT = {
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer. `blocks` holds every layer's parameters with a leading axis of length L."""
+    """A decoder-only transformer. `blocks` holds every layer's parameters with a leading axis of length L, or, where
+    they are not `stacked` (see `unstack`), layer after layer."""
 
-    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, *, stacked: bool = True):
         self.model = model
         self.embedding = normal(rngs, (model.vocab_size, model.d_model), model.init_std)
         if model.position == "learned":
             self.positions = normal(rngs, (model.max_seq_len, model.d_model), model.init_std)
-        stack = nnx.split_rngs(splits=model.num_layers)(nnx.vmap(lambda rngs: Block(model, rngs)))
-        self.blocks = stack(rngs)
+        self.blocks: Any
+        if stacked:
+            self.blocks = nnx.split_rngs(splits=model.num_layers)(nnx.vmap(lambda rngs: Block(model, rngs)))(rngs)
+        else:
+            self.blocks = nnx.List(Block(model, rngs) for _ in range(model.num_layers))
         self.final_norm = RMSNorm(model.d_model, model.norm_eps)
         if not model.tied_embeddings:
             self.output = normal(rngs, (model.d_model, model.vocab_size), model.init_std)
@@ -49,20 +54,46 @@ class Decoder(nnx.Module):
         The probes' `layers` also hold `map` [L, N, M, M]: attention of the first sequence's first M tokens, per head.
         Of experts, with `probe` or without, the routers' sums by layer stand under `moe` (`gattn.moe.Experts`).
         """
-        model = self.model
+        model, length = self.model, tokens.shape[1]
         hidden = sharding.embed(self.embedding[...], tokens, model.dtype)
-        length = tokens.shape[1]
         if model.position == "learned":
             hidden = hidden + self.positions[:length].astype(model.dtype)
-        rope = rope_table(length, model.head_dim, model.rope_theta) if model.position == "rope" else None
         queries = None
+        if probe and model.kept_first:
+            raise ConfigError("model.kept_first", model.kept_first, "probes read a model without it: set it to 0")
         if probe:
-            queries = probes.find_queries(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
-        hidden, layers = self._run_blocks(hidden, Context(segment_ids, queries, rope))
+            ids = jnp.zeros_like(tokens) if segment_ids is None else segment_ids
+            queries = probes.find_queries(ids, model.window)
+        ropes = _ropes(model, length, np.arange(length))
+        hidden, layers = self._run_blocks(hidden, Context(segment_ids, queries, *ropes))
         aux = {"moe": layers.pop("moe")} if model.num_experts else {}
         if queries is not None:
             aux |= {**probes.query_floor(queries), "layers": layers}
         return self.final_norm(hidden), aux
+
+    def extend(
+        self, tokens: Int[Array, "B T"], memory: tuple[Memory, ...], start: Int[Array, "B"]
+    ) -> tuple[Float[Array, "B T D"], tuple[Memory, ...]]:
+        """Final hidden states of tokens that follow `start` others, which `memory` (of `new_memory`) holds; and the
+        memory with them in it. Only of a decoder whose layers are not stacked.
+
+        Of a row that has fewer tokens than T the rest may be anything: what it leaves in memory stands behind the row's
+        text, is seen by none of it, and is written over when the row goes on.
+        """
+        model, length = self.model, memory[0][0].shape[1]
+        hidden = sharding.embed_rows(self.embedding[...], tokens, model.dtype)
+        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        if model.position == "learned":
+            hidden = hidden + self.positions[...][positions].astype(model.dtype)
+        context = Context(None, None, *_ropes(model, length, positions), start)
+        grown: list[Memory] = []
+        for block, past in zip(self.blocks, memory, strict=True):
+            graph, state = nnx.split(block)
+            whole = nnx.merge(graph, sharding.gather(state, model.dtype))
+            hidden, aux = whole(sharding.constrain(hidden, sharding.BATCH), context, past)
+            key, value = (sharding.constrain(x, sharding.BATCH, None, "tensor") for x in aux["memory"])
+            grown.append((key, value))
+        return self.final_norm(hidden), tuple(grown)
 
     def output_matrix(self) -> Float[Array, "D V"]:
         """The matrix from final hidden states to logits."""
@@ -90,6 +121,57 @@ class Decoder(nnx.Module):
             hidden, layer_aux = layer(hidden, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
             aux.append(layer_aux)
         return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *aux)
+
+
+def _ropes(model: ModelConfig, length: int, positions: Any) -> tuple[Rope | None, Rope | None]:
+    """RoPE's tables, of `length` positions, at these ones; and with `kept_first` at the places in the cache that
+    queries there have."""
+    if model.position != "rope":
+        return None, None
+    scaling = model.rope_scaling, model.rope_factor, model.rope_original_length
+    cos, sin = rope_table(length, model.head_dim, model.rope_theta, *scaling)
+
+    def at(places: Any) -> Rope:
+        if isinstance(places, np.ndarray):  # then they stay constants
+            return cos[places], sin[places]  # type: ignore[return-value]
+        return jnp.asarray(cos)[places], jnp.asarray(sin)[places]
+
+    if not model.kept_first:
+        return at(positions), None
+    xp = np if isinstance(positions, np.ndarray) else jnp
+    return at(positions), at(xp.minimum(positions, model.kept_first + model.window - 1))
+
+
+def unstack(model: ModelConfig, params: nnx.State) -> tuple[nnx.GraphDef, nnx.State]:
+    """A decoder for `Decoder.extend`: its layers apart, so that no step copies them out of a stack, and its matrices in
+    the dtype that they are used in."""
+    graph = nnx.split(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(params=0), stacked=False)))[0]
+
+    def cast(path: tuple[Any, ...], leaf: Array) -> Array:
+        used_in_float32 = leaf.ndim < 2 or path[-1] in ("router", "score", "bias")
+        return leaf if used_in_float32 else leaf.astype(model.dtype)
+
+    @jax.jit
+    def apart(params):
+        out = []
+        for path, leaf in nnx.to_flat_state(params):
+            if path[0] != "blocks":
+                out.append((path, leaf.replace(cast(path, leaf[...]))))
+                continue
+            for i in range(model.num_layers):
+                piece = cast(path, leaf[...][i])
+                if sharding.is_split():
+                    piece = jax.lax.with_sharding_constraint(piece, sharding.layer_spec(".".join(map(str, path))))
+                out.append((("blocks", i, *path[1:]), leaf.replace(piece)))
+        return nnx.from_flat_state(out)
+
+    return graph, apart(params)
+
+
+def new_memory(model: ModelConfig, batch: int, length: int) -> tuple[Memory, ...]:
+    """An empty memory of `length` positions for each of `batch` rows, layer by layer."""
+    shape = (batch, length, model.num_kv_heads, model.head_dim)
+    return tuple((jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)) for _ in range(model.num_layers))
 
 
 def init(model: ModelConfig, seed: int, mesh: Mesh | None = None) -> nnx.State:

@@ -6,7 +6,8 @@ text, is counted nowhere, and a sequence of nothing else is no sequence. Definit
 
 * F-Attn: attention that a query pays to the first token of its segment, mean over heads, then layers. The first query
   of a segment is left out (it sees nothing else). exp(q . k_first * scale - lse) gives it exactly from the log-sum-exp,
-  without a map. Floor: the mean of 1 / (visible keys) over the same queries, what uniform attention would give.
+  without a map; it is 0 where a window hides that token. Floor: the mean of 1 / (visible keys), or of 0 where it is
+  hidden, over the same queries, what uniform attention would give.
 * Sink rate: share of heads whose F-Attn exceeds 0.3.
 * M-Act: maximum |h| over tokens and channels of a block's output, mean over sequences, then over layers.
 * Kurtosis: E[(h - mean)^4] / var^2 over the D channels of one token's block output, mean over tokens. 3 for normally
@@ -37,29 +38,34 @@ Sums = dict[str, Any]
 
 
 class Queries(NamedTuple):
-    """Where each query's segment begins, which queries F-Attn counts, and which are tokens rather than padding."""
+    """Where each query's segment begins, which queries F-Attn counts, which are tokens rather than padding, how far
+    behind its query that segment's first token is, and whether a window still shows it."""
 
     starts: Int[Array, "B T"]
     counted: Bool[Array, "B T"]
     tokens: Bool[Array, "B T"]
+    distance: Int[Array, "B T"]
+    shown: Bool[Array, "B T"]
 
 
-def find_queries(segment_ids: Int[Array, "B T"]) -> Queries:
-    """Segments are contiguous; their first query and padding (negative ids) are not counted."""
+def find_queries(segment_ids: Int[Array, "B T"], window: int = 0) -> Queries:
+    """Segments are contiguous; their first query and padding (negative ids) are not counted. `window`: keys that a
+    query sees, 0 for all."""
     positions = jnp.arange(segment_ids.shape[1])
     new = jnp.concatenate([jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
     starts = jax.lax.cummax(jnp.where(new, positions, 0), axis=1)
     tokens = segment_ids >= 0
-    return Queries(starts, (positions > starts) & tokens, tokens)
+    distance = positions - starts
+    shown = distance < window if window else jnp.ones_like(tokens)
+    return Queries(starts, (positions > starts) & tokens, tokens, distance, shown)
 
 
 def query_floor(queries: Queries) -> Sums:
     """Sum over counted queries of 1 / visible keys (`floor`), and what the other sums are divided by: `queries`,
     `tokens`, `sequences`, and those with a second token (`longer_sequences`)."""
-    visible = jnp.arange(queries.starts.shape[1]) - queries.starts + 1
     length = queries.tokens.sum(axis=1)
     return {
-        "floor": jnp.sum(jnp.where(queries.counted, 1.0 / visible, 0.0)),
+        "floor": jnp.sum(jnp.where(queries.counted & queries.shown, 1.0 / (queries.distance + 1), 0.0)),
         "queries": jnp.sum(queries.counted).astype(jnp.float32),
         "tokens": jnp.sum(length).astype(jnp.float32),
         "sequences": jnp.sum(length > 0).astype(jnp.float32),
@@ -71,15 +77,19 @@ def first_token_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     lse: Float[Array, "B T N"],
-    starts: Int[Array, "B T"],
+    queries: Queries,
     scale: float,
+    alibi_slopes: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N"]:
     """Probability each query gives to the first key of its segment, exactly, from the log-sum-exp of its logits."""
     batch, length, heads, dim = query.shape
-    first = jnp.take_along_axis(key, starts[:, :, None, None], axis=1).astype(jnp.float32)
+    first = jnp.take_along_axis(key, queries.starts[:, :, None, None], axis=1).astype(jnp.float32)
     grouped = query.reshape(batch, length, key.shape[2], -1, dim).astype(jnp.float32)
     logits = scale * jnp.einsum("btkgh,btkh->btkg", grouped, first, precision=jax.lax.Precision.HIGHEST)
-    return jnp.exp(logits.reshape(batch, length, heads) - lse)
+    logits = logits.reshape(batch, length, heads)
+    if alibi_slopes is not None:
+        logits = logits - alibi_slopes * queries.distance[:, :, None]
+    return jnp.where(queries.shown[:, :, None], jnp.exp(logits - lse), 0.0)
 
 
 def attention_sums(
@@ -90,10 +100,11 @@ def attention_sums(
     sinks: Float[Array, "N"] | None,
     queries: Queries,
     scale: float,
+    alibi_slopes: Float[Array, "N"] | None = None,
 ) -> Sums:
     """Per head F-Attn and the mass a sink logit absorbs; the first token's value norm, alone and over the others'."""
     counted = queries.counted[:, :, None]
-    first = first_token_attention(query, key, lse, queries.starts, scale)
+    first = first_token_attention(query, key, lse, queries, scale, alibi_slopes)
     norms = jnp.linalg.norm(value.astype(jnp.float32), axis=-1).mean(axis=-1)
     sums = {
         "f_attn": jnp.sum(jnp.where(counted, first, 0.0), axis=(0, 1)),

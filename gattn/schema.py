@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="DataclassInstance")
 
+COSMETIC = {"cosmetic": True}  # changes nothing that is trained or measured in the end: never in the fingerprint
+ADDED = {"added": True}  # came later: in the fingerprint only where it is not the default, so older runs keep theirs
+
 
 class ConfigError(ValueError):
     """A config that cannot work. `field` is dotted from where the check ran, the message says value and remedy."""

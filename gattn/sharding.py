@@ -63,6 +63,11 @@ def spec(path: str) -> PartitionSpec:
     raise KeyError(f"{path}: gattn.sharding.TABLE has no line for this parameter")
 
 
+def layer_spec(path: str) -> PartitionSpec:
+    """`spec` of one layer's part of a stacked parameter."""
+    return PartitionSpec(*spec(path)[1:])
+
+
 def parameter_path(keys: tuple[Any, ...]) -> str:
     """The dotted path of a parameter within a state, whatever holds it (parameters, moments, average); "" if none."""
     names = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey)]
@@ -290,6 +295,11 @@ def _scatter(cut, whole, _, cotangent):
 
 
 _gather.defvjp(lambda x, cut, whole: (_gather(x, cut, whole), None), _scatter)
+
+
+def embed_rows(table: Float[Array, "V D"], tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+    """`embed` where no gradient is wanted and T need not be a multiple of anything."""
+    return constrain(table[tokens].astype(dtype), BATCH)
 
 
 def embed(table: Float[Array, "V D"], tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:

@@ -136,7 +136,7 @@ def train_step(graph: nnx.GraphDef, config: Config) -> Callable[[State, Any, Any
         metrics = jnp.stack([jnp.asarray(value, jnp.float32) for value in (*values, stop, new.step)])
         return new, sharding.constrain(metrics)
 
-    return jax.jit(_precise(step, config.model), donate_argnums=0)
+    return jax.jit(precise(step, config.model), donate_argnums=0)
 
 
 def eval_step(graph: nnx.GraphDef, config: Config, *, probe: bool = False) -> Callable:
@@ -148,7 +148,7 @@ def eval_step(graph: nnx.GraphDef, config: Config, *, probe: bool = False) -> Ca
         losses = cross_entropy(hidden, decoder.output_matrix(), batch["targets"], config.train.loss_chunk)
         return jax.tree.map(sharding.constrain, (losses.nll, losses.tokens, aux if probe else {}))
 
-    return jax.jit(_precise(step, config.model))
+    return jax.jit(precise(step, config.model))
 
 
 class Totals(NamedTuple):
@@ -213,7 +213,7 @@ def _average(state: State, params: Any, decay: float) -> Any:
     return jax.tree.map(lambda old, new: decay_now * old + (1.0 - decay_now) * new, state.average, params)
 
 
-def _precise(function: Callable, config: ModelConfig) -> Callable:
+def precise(function: Callable, config: ModelConfig) -> Callable:
     """Float32 means float32 on TPU and GPU too, where the default would round matrix products to bf16 or tf32."""
 
     def wrapped(*args):

@@ -11,6 +11,7 @@ ROWS = [
     ["gattn", "gattn.schema", "gattn.hlo"],
     ["gattn.hlo_cost"],
     ["gattn.roofline"],
+    ["gattn.architecture"],
     ["gattn.config"],
     ["gattn.files"],
     ["gattn.sharding", "gattn.guard"],
@@ -46,7 +47,9 @@ ROWS = [
     ["gattn.train"],
     ["gattn.aot"],
     ["gattn.compile_report"],
-    ["gattn.inspection"],
+    ["gattn.inspection", "gattn.generate"],
+    ["gattn.ruler"],
+    ["gattn.evaluate"],
     ["gattn.__main__"],
 ]
 LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
@@ -99,7 +102,7 @@ def test_presets_import_only_the_config(path):
 
 
 def test_config_needs_no_jax_and_one_module_knows_orbax():
-    for path in (ROOT / "gattn/schema.py", ROOT / "gattn/config.py"):
+    for path in [ROOT / f"gattn/{name}.py" for name in ("schema", "architecture", "config")]:
         assert not {name for name in imported(path) if name.split(".")[0] in ("jax", "flax", "numpy")}
     knowing = {module_name(p) for p in files("gattn") if any(n.startswith("orbax") for n in imported(p))}
     assert knowing == {"gattn.checkpoint"}

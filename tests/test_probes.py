@@ -1,6 +1,7 @@
 """Probes: F-Attn from the log-sum-exp equals F-Attn from the map; floors, norms and histograms by definition."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from gattn.probes import add
 from gattn.rope import rope_table
 
 IDS = jnp.array([[0, 0, 0, 0, 0, 1, 1, 1, 2, 3, 3, 3], [4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 5]])
+SLOPES = jnp.array([0.5, 0.25, 0.125, 2.0])
 MODEL = ModelConfig(vocab_size=300, num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64)
 FITTING = [name for name in VARIANTS if not name.startswith("switch")]
 
@@ -32,21 +34,22 @@ def test_queries_of_segments_and_padding():
 
 @pytest.mark.parametrize("sinks", [None, jnp.array([0.5, -1.0, 2.0, 0.0])])
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
-def test_first_token_attention_from_lse_equals_the_map(sinks, implementation):
+@pytest.mark.parametrize(("window", "slopes"), [(0, None), (3, None), (0, SLOPES), (2, SLOPES)])
+def test_first_token_attention_from_lse_equals_the_map(sinks, implementation, window, slopes):
     query = 2 * jax.random.normal(jax.random.key(0), (2, 12, 4, 8))
     key, value = 2 * jax.random.normal(jax.random.key(1), (2, 2, 12, 2, 8))
-    options = {"is_causal": True, "segment_ids": IDS, "sinks": sinks}
+    options = {"is_causal": True, "segment_ids": IDS, "sinks": sinks, "alibi_slopes": slopes}
+    options["local_window_size"] = (window - 1, 0) if window else None
     _, lse = gated_dot_product_attention(
         query, key, value, **options, implementation=implementation, return_residual=True
     )
     maps = attention_maps(query, key, **options)
-    queries = probes.find_queries(IDS)
-    starts = queries.starts
-    expected = jnp.take_along_axis(maps, starts[:, None, :, None], axis=-1)[..., 0].transpose(0, 2, 1)
-    ours = probes.first_token_attention(query, key, lse, starts, 8**-0.5)
+    queries = probes.find_queries(IDS, window)
+    expected = jnp.take_along_axis(maps, queries.starts[:, None, :, None], axis=-1)[..., 0].transpose(0, 2, 1)
+    ours = probes.first_token_attention(query, key, lse, queries, 8**-0.5, slopes)
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-7)
 
-    sums = probes.attention_sums(query, key, value, lse, sinks, queries, 8**-0.5)
+    sums = probes.attention_sums(query, key, value, lse, sinks, queries, 8**-0.5, slopes)
     counted = np.asarray(queries.counted)
     np.testing.assert_allclose(sums["f_attn"], (expected * counted[..., None]).sum((0, 1)), rtol=1e-5)
     if sinks is not None:
@@ -57,9 +60,10 @@ def test_first_token_attention_from_lse_equals_the_map(sinks, implementation):
 def test_floor_is_what_uniform_attention_measures():
     """Zero queries attend uniformly; plain causal without the first query: (H_T - 1) / (T - 1)."""
     key, value = jax.random.normal(jax.random.key(1), (2, 2, 12, 2, 8))
-    for ids in (IDS, jnp.zeros((2, 12), jnp.int32)):
-        query, queries = jnp.zeros((2, 12, 4, 8)), probes.find_queries(ids)
-        _, lse = gated_dot_product_attention(query, key, value, is_causal=True, segment_ids=ids, return_residual=True)
+    for window, ids in itertools.product((3, 0), (IDS, jnp.zeros((2, 12), jnp.int32))):
+        query, queries = jnp.zeros((2, 12, 4, 8)), probes.find_queries(ids, window)
+        options = {"is_causal": True, "local_window_size": (window - 1, 0) if window else None, "segment_ids": ids}
+        _, lse = gated_dot_product_attention(query, key, value, **options, return_residual=True)
         sums, floor = probes.attention_sums(query, key, value, lse, None, queries, 1.0), probes.query_floor(queries)
         np.testing.assert_allclose(sums["f_attn"], np.full(4, floor["floor"]), rtol=1e-5)
     harmonic = sum(1 / i for i in range(1, 13))
