@@ -6,6 +6,7 @@ writes one screen with the paper's answers beside ours.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -189,7 +190,9 @@ def _reports(args: Args) -> list[Words]:
 
 
 def _short(header: Sequence[str], rows: Sequence[tuple[Words, ...]]) -> tuple[tuple[str, ...], ...]:
-    return (tuple(header), *(tuple(plain(cell) for cell in row) for row in rows))
+    """Means and verdicts without what stands in brackets, for a terminal."""
+    titles = [title.replace("(F-Attn), bench", "in").replace("largest stable LR, deep bench", "LR") for title in header]
+    return (tuple(titles), *(tuple(re.sub(r" \([^)]*\)", "", plain(cell)) for cell in row) for row in rows))
 
 
 def main(args: Args, console: Console) -> int:
