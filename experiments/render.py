@@ -170,7 +170,9 @@ def terminal(blocks: Sequence[Block], console: Console) -> None:
             case Grid(short=(titles, *rows)):
                 grid = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
                 for index, title in enumerate(titles):
-                    grid.add_column(title, justify="right" if index else "left", no_wrap=index > 0, min_width=0 if index else 8)
+                    grid.add_column(
+                        title, justify="right" if index else "left", no_wrap=index > 0, min_width=0 if index else 8
+                    )
                 for row in rows:
                     grid.add_row(*map(RichText, row))
                 console.print(grid)

@@ -24,7 +24,10 @@ from gattn.files import as_path, cache, home, run_directory
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code. What a user can get wrong is one line on stderr and exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
-    commands = {"train": train_command, "probe": probe_command, "prepare": prepare_command, "compile": compile_command}
+    commands = {
+        **{"train": train_command, "probe": probe_command, "generate": generate_command, "eval": eval_command},
+        **{"prepare": prepare_command, "compile": compile_command},
+    }
     if not argv or argv[0] not in commands:
         print(
             f"usage: python -m gattn {{{','.join(commands)}}} ... (--help after a command explains it)", file=sys.stderr
@@ -102,6 +105,68 @@ def probe_command(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"\n{page}")
+    return 0
+
+
+def generate_command(argv: list[str]) -> int:
+    """Continues prompts with a run's model."""
+    from gattn.generate import Sampling
+
+    @dataclass(frozen=True)
+    class Generate:
+        """Continues prompts; a single one is shown as it grows."""
+
+        run: Annotated[
+            tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help="Its folder, or its name below runs/")
+        ]
+        sampling: Annotated[Sampling, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Sampling)
+        prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(help="May be given often")] = ()
+        mesh: Annotated[str, tyro.conf.arg(help="Over several devices: tensor=4; by default all of them, data")] = ""
+        step: Annotated[int | None, tyro.conf.arg(help="The checkpoint's step instead of the newest")] = None
+
+    given = tyro.cli(Generate, args=argv, prog="python -m gattn generate")
+    if not given.prompt:
+        raise ConfigError("prompt", "", "nothing to go on from: --prompt TEXT")
+    from gattn import generate, resume, train
+
+    try:
+        loaded = resume.load(resume.find_run(given.run), given.step, lambda line: print(line, file=sys.stderr))
+    except train.TrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    generate.interactive(loaded, given.prompt, given.sampling, MeshConfig.parse(given.mesh))
+    return 0
+
+
+def eval_command(argv: list[str]) -> int:
+    """Measures a run's perplexity and its RULER scores."""
+    from gattn.evaluate import Evaluation
+
+    @dataclass(frozen=True)
+    class Eval:
+        """Perplexity at any length and by position, and RULER; prints a table and writes it into result.json."""
+
+        run: Annotated[
+            tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help="Its folder, or its name below runs/")
+        ]
+        how: Annotated[Evaluation, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Evaluation)
+        step: Annotated[int | None, tyro.conf.arg(help="The checkpoint's step instead of the newest")] = None
+
+    given = tyro.cli(Eval, args=argv, prog="python -m gattn eval")
+    from rich.console import Console
+
+    from gattn import evaluate, resume, train
+
+    run = resume.find_run(given.run)
+    evaluate.writable(run)
+    try:
+        loaded = resume.load(run, given.step, lambda line: print(line, file=sys.stderr))
+    except train.TrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    entries = evaluate.evaluate(loaded, given.how, lambda line: print(line, file=sys.stderr))
+    evaluate.show(entries, Console())
+    print(f"\n{evaluate.record(run, entries)}")
     return 0
 
 

@@ -7,6 +7,7 @@ continued with depends on nothing but the prompt, the sampling and its place in 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from gattn import model, sharding
 from gattn.config import Config, ConfigError, MeshConfig
+from gattn.resume import Loaded
 from gattn.schema import at_least, check_types
 from gattn.step import precise
 
@@ -140,6 +142,12 @@ def _laid_out(memory: Memory) -> Memory:
     return jax.tree.map(lambda x: sharding.constrain(x, sharding.BATCH, None, "tensor"), memory)
 
 
+def _fitting(config: Config, devices: int) -> Config:
+    """With a batch that every mesh divides: what is left to check is the model."""
+    data = dataclasses.replace(config.data, batch_size=devices, eval_sequences=devices, seq_len=2 * devices)
+    return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, accumulation=1))
+
+
 def _round(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
@@ -228,3 +236,34 @@ def texts(
         if not over[row] and (part := one.rest()):
             show(row, part)
     return [one.text for one in grown]
+
+
+def interactive(loaded: Loaded, prompts: Sequence[str], sampling: Sampling, mesh: MeshConfig) -> None:
+    """Prints prompts with their continuations: the first as it grows, the others after it.
+
+    Raises:
+      ConfigError: the run's tokens are no text, or the mesh does not fit.
+    """
+    source, config = loaded.source, loaded.config
+    if source.encode is None or source.decode is None:
+        raise ConfigError("run", config.run_name, "was trained on data that are no text: there is nothing to prompt")
+    devices, params = None, loaded.params
+    if jax.device_count() > 1:
+        devices = sharding.make_mesh(mesh)
+        sharding.check(_fitting(config, devices.size), dict(devices.shape))
+        params = jax.device_put(params, sharding.shardings(devices, params))
+    generator = Generator(config, params, source.bos_id, devices)
+    ids = [np.concatenate([[source.bos_id], source.encode(prompt)]).astype(np.int32) for prompt in prompts]
+    waiting = list(prompts)
+
+    def show(row: int, part: str) -> None:
+        if row:
+            waiting[row] += part
+        else:
+            print(part, end="", flush=True)
+
+    print(prompts[0], end="", flush=True)
+    texts(generator, ids, sampling, source.decode, show)
+    for text in waiting[1:]:
+        print(f"\n---\n{text}", end="")
+    print()

@@ -64,6 +64,8 @@ class Source:
     """One printable string per token."""
     encode: Callable[[str], Int[np.ndarray, " _"]] | None = None
     """Ids of a text, BOS not among them; None where tokens are no text."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """The text of ids, BOS skipped; None where tokens are no text."""
     bos_id: int = 0
     """The token that begins every window and every document."""
 
@@ -176,6 +178,7 @@ def _text_source(texts: Sequence[_Text], config: Config) -> Source:
         bayes_loss=None,
         decode_tokens=lambda ids: [tokenizer.label(int(i)) for i in ids],
         encode=tokenizer.encode,
+        decode=tokenizer.decode,
         bos_id=tokenizer.bos_id,
     )
 
