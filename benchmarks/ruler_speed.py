@@ -2,7 +2,7 @@
 
     python -m benchmarks.ruler_speed --length 131072
 
-prints samples a minute, task by task. The essay is the embedded corpus; qa takes a file in SQuAD's format, or is left out.
+prints samples a minute, task by task. The essay is the embedded corpus; qa needs a file in SQuAD's format.
 """
 
 from __future__ import annotations
