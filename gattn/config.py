@@ -124,7 +124,8 @@ class TrainConfig:
     """Seeds parameters and data order."""
     start_from: str = field(default="", metadata=ADDED)
     """Finished run (its folder's name below $GATTN_HOME/runs, or a path) whose last weights training starts with; gates
-    that this model has and that one lacks are drawn as ever. Empty: everything is."""
+    that this model has and that one lacks are drawn as ever; RoPE's base, its scaling, the window and the length may be
+    others. Empty: everything is drawn."""
     divergence_is_a_result: bool = field(default=False, metadata=COSMETIC)
     """A loss or gradient that is not finite ends the run with a result that says so, and not with an error (for studies
     of stability)."""

@@ -94,7 +94,7 @@ def starting_point(config: Config, directory: Path) -> Path | None:
 
     Raises:
       ConfigError: no such run, not finished, diverged, without its last checkpoint, on other data, or with a model that
-        differs in more than gates that this one has and that one lacks.
+        differs in more than gates that this one has and that one lacks, and in how positions are read.
     """
     field, name = "train.start_from", config.train.start_from
     if not name:
@@ -113,10 +113,10 @@ def starting_point(config: Config, directory: Path) -> Path | None:
         for one in dataclasses.fields(before):
             pair = getattr(before, one.name), getattr(now, one.name)
             if pair[0] != pair[1] and one.name not in allowed:
-                remedy = f"{part}.{one.name} is {pair[0]!r} there and {pair[1]!r} here: only gates may be added"
+                remedy = f"{part}.{one.name} is {pair[0]!r} there and {pair[1]!r} here: {_ALLOWED}"
                 raise ConfigError(field, name, remedy)
     if lost := [gate.label for gate in old.model.gates if gate not in config.model.gates]:
-        raise ConfigError(field, name, f"its gate {lost[0]} is not here: keep it, only gates may be added")
+        raise ConfigError(field, name, f"its gate {lost[0]} is not here: keep it, {_ALLOWED}")
     if old.model.ffn_width != config.model.ffn_width:
         remedy = (
             f"its FFN is {old.model.ffn_width} wide, here {config.model.ffn_width}: set model.match_params to False"
@@ -126,7 +126,11 @@ def starting_point(config: Config, directory: Path) -> Path | None:
 
 
 # Of the model and the data of a run that another starts from: what does not change what its weights mean.
-_MAY_DIFFER = ("gates", "match_params", "dtype", "remat", "scan_layers", "attention", "buffer_factor")
+_MAY_DIFFER = (
+    *("gates", "match_params", "dtype", "remat", "scan_layers", "attention", "buffer_factor"),
+    *("rope_theta", "rope_scaling", "rope_factor", "rope_original_length", "window", "kept_first"),
+)
+_ALLOWED = "gates may be added, and RoPE's base and scaling, the window and the length may change"
 _DATA_MAY_DIFFER = ("batch_size", "seq_len", "eval_sequences", "workers", "attend_across_documents")
 
 

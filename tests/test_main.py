@@ -86,7 +86,7 @@ def broken(rng):
     elif kind == 1:
         values[section][name[:-1]] = values[section].pop(name)
     elif kind == 2:
-        texts = [(s, n) for s in values for n, v in values[s].items() if isinstance(v, str)]
+        texts = [(s, n) for s in values for n, v in values[s].items() if isinstance(v, str) and v]  # "" may be right
         section, name = rng.choice(texts)
         values[section][name] = rng.choice(["", "Float32", 3, None, "no:such module"])
     elif kind == 3:

@@ -51,6 +51,20 @@ def test_what_the_old_run_has_is_taken_and_the_rest_is_drawn(old, tmp_path):
     assert np.any(taken[gates[0]])
 
 
+def test_a_second_stage_has_another_base_of_rope_and_the_same_weights(old, tmp_path):
+    before = train.train(PLAIN, old)["eval"]["loss"]
+    stage = {"model.gates": (), "model.rope_theta": 1e6}
+    theirs = flat(final_state(old, PLAIN)[1].params)
+    config = continued(old, **stage)
+    taken = flat(resume.take_over(fresh_params(config), old, make_mesh(config.mesh)))
+    for path, value in theirs.items():
+        np.testing.assert_array_equal(taken[path], value)
+    same = train.train(continued(old, **stage | {"model.rope_theta": PLAIN.model.rope_theta}), tmp_path / "same")
+    other = train.train(config, tmp_path / "other")
+    assert other["eval"]["initial_loss"] != pytest.approx(same["eval"]["initial_loss"], rel=1e-6)
+    assert other["eval"]["initial_loss"] == pytest.approx(before, rel=0.2)  # and not that of drawn weights
+
+
 def fresh_params(config):
     return train.new_state(config).params
 
@@ -104,7 +118,7 @@ def test_a_run_of_home_is_found_by_its_name(old, tmp_path, monkeypatch):
     [
         ({"train.start_from": "nowhere"}, "nowhere is no run to start from"),
         ({"model.d_model": 64}, "model.d_model is 32 there and 64 here"),
-        ({"model.rope_theta": 1e6}, "model.rope_theta is 10000.0 there"),
+        ({"model.position": "alibi"}, "model.position is 'rope' there and 'alibi' here"),
         ({"model.tied_embeddings": True}, "model.tied_embeddings is False there"),
         ({"model.match_params": True, "model.gates": (GateSpec(),)}, "set model.match_params to False"),
         ({"data.source": "experiments.sinkbench:sinkbench_heads"}, "data.source is"),
