@@ -15,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
@@ -103,6 +104,7 @@ Block = Heading | Text | Bullets | Grid | Image | Code | Details
 
 CONTENTS_FROM = 3  # sections that need a table of contents
 WIDE_FROM = 15  # columns that print small
+WIDEST = 1000  # columns of characters of a table on the terminal
 
 MORE = """
 :root { --found: #fff3c4; } @media (prefers-color-scheme: dark) { :root { --found: #453c12; } }
@@ -175,7 +177,9 @@ def terminal(blocks: Sequence[Block], console: Console) -> None:
                     )
                 for row in rows:
                     grid.add_row(*map(RichText, row))
-                console.print(grid)
+                # As wide as it is, also on a narrower terminal: else the names, which may wrap, shrink to nothing.
+                grid.width = Measurement.get(console, console.options.update(width=WIDEST), grid).maximum
+                console.print(grid, soft_wrap=True)
             case Text(text, terminal=True):
                 console.print(RichText(plain(text)))
             case Bullets(items):

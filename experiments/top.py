@@ -56,6 +56,8 @@ class Question:
     column: Column
     relative: bool
     """Whether the change is told in percent; else as a factor."""
+    brief: str
+    """Title on the terminal."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,10 @@ def questions(args: Args) -> list[Question]:
     fourth = table4.build(table4.Args(scale="cpu", seeds=args.seeds))
     parts = {part.name: (fourth, part) for part in fourth.parts}
     return [
-        Question("perplexity", ((first, first.parts[0]), parts["experts cpu"]), report.PERPLEXITY, True),
-        Question("sink (F-Attn), bench A", (parts["A"],), report.F_ATTN, False),
-        Question("sink (F-Attn), deep bench", (parts["deep"],), report.F_ATTN, False),
-        Question("M-Act, deep bench", (parts["deep"],), report.M_ACT, False),
+        Question("perplexity", ((first, first.parts[0]), parts["experts cpu"]), report.PERPLEXITY, True, "ppl"),
+        Question("sink (F-Attn), bench A", (parts["A"],), report.F_ATTN, False, "sink, A"),
+        Question("sink (F-Attn), deep bench", (parts["deep"],), report.F_ATTN, False, "sink, deep"),
+        Question("M-Act, deep bench", (parts["deep"],), report.M_ACT, False, "M-Act, deep"),
     ]
 
 
@@ -132,10 +134,12 @@ def blocks(args: Args) -> list[Block]:
     """The page."""
     asked, study = questions(args), stability.build(ScaledArgs(seeds=args.seeds))
     limits = stable(study.parts[0])
-    header = ["variant"]
+    header, brief = ["variant"], ["variant"]
     for one in asked:
         header += [one.title, "paper"]
+        brief += [one.brief, "paper"]
     header += ["largest stable LR, deep bench", "paper: perplexity at LR 0.008"]
+    brief += ["stable LR, deep", "paper: ppl at 0.008"]
     rows: list[tuple[Words, ...]] = []
     verdicts: dict[str, dict[str, list[str]]] = {one.title: {} for one in asked}
     for variant, name in ROWS.items():
@@ -156,7 +160,7 @@ def blocks(args: Args) -> list[Block]:
             "it. `lower` and `higher`: no seed overlaps the baseline's range. The paper's models are thousands of "
             "times larger; what can be compared is the direction. –: not part of that comparison."
         ),
-        Grid(tuple(header), tuple(rows), _short(header, rows), caption="Ours and the paper's, against the baseline"),
+        Grid(tuple(header), tuple(rows), _short(brief, rows), caption="Ours and the paper's, against the baseline"),
         Bullets(tuple(claims)),
         Heading(2, "Tables"),
         Bullets(tuple(_reports(args))),
@@ -191,8 +195,7 @@ def _reports(args: Args) -> list[Words]:
 
 def _short(header: Sequence[str], rows: Sequence[tuple[Words, ...]]) -> tuple[tuple[str, ...], ...]:
     """Means and verdicts without what stands in brackets, for a terminal."""
-    titles = [title.replace("(F-Attn), bench", "in").replace("largest stable LR, deep bench", "LR") for title in header]
-    return (tuple(titles), *(tuple(re.sub(r" \([^)]*\)", "", plain(cell)) for cell in row) for row in rows))
+    return (tuple(header), *(tuple(re.sub(r" \([^)]*\)", "", plain(cell)) for cell in row) for row in rows))
 
 
 def main(args: Args, console: Console) -> int:

@@ -19,6 +19,12 @@ import tyro
 
 from gattn.config import Config, ConfigError, MeshConfig, from_dict, is_import_path
 from gattn.files import as_path, cache, home, run_directory
+from gattn.guard import TrainingError
+
+RunArgument = Annotated[
+    tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help="Its folder, or its name below runs/")
+]
+StepArgument = Annotated[int | None, tyro.conf.arg(help="The checkpoint's step instead of the newest")]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except TrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except ImportError as error:
         if not any(name in str(error) for name in ("gcsfs", "google")):
             raise
@@ -86,24 +95,18 @@ def probe_command(argv: list[str]) -> int:
     class Probe:
         """Looks inside a run: attention sinks, activations, gates; prints tables, writes probe.html and probe.json."""
 
-        run: Annotated[
-            tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help="Its folder, or its name below runs/")
-        ]
+        run: RunArgument
         text: Annotated[
             str, tyro.conf.arg(metavar="FILE", help="UTF-8 text to measure on instead of the held-out data")
         ] = ""
         layers: Annotated[tuple[int, ...], tyro.conf.arg(help="Layers, from 0, whose attention maps are shown")] = ()
-        step: Annotated[int | None, tyro.conf.arg(help="The checkpoint's step instead of the newest")] = None
+        step: StepArgument = None
 
     given = tyro.cli(Probe, args=argv, prog="python -m gattn probe")
-    from gattn import inspection, resume, train
+    from gattn import inspection, resume
 
     run, text = resume.find_run(given.run), as_path(given.text) if given.text else None
-    try:
-        page = inspection.inspect(run, text=text, layers=given.layers or None, step=given.step)
-    except train.TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    page = inspection.inspect(run, text=text, layers=given.layers or None, step=given.step)
     print(f"\n{page}")
     return 0
 
@@ -116,24 +119,18 @@ def generate_command(argv: list[str]) -> int:
     class Generate:
         """Continues prompts; a single one is shown as it grows."""
 
-        run: Annotated[
-            tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help="Its folder, or its name below runs/")
-        ]
+        run: RunArgument
         sampling: Annotated[Sampling, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Sampling)
         prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(help="May be given often")] = ()
         mesh: Annotated[str, tyro.conf.arg(help="Over several devices: tensor=4; by default all of them, data")] = ""
-        step: Annotated[int | None, tyro.conf.arg(help="The checkpoint's step instead of the newest")] = None
+        step: StepArgument = None
 
     given = tyro.cli(Generate, args=argv, prog="python -m gattn generate")
     if not given.prompt:
         raise ConfigError("prompt", "", "nothing to go on from: --prompt TEXT")
-    from gattn import generate, resume, train
+    from gattn import generate, resume
 
-    try:
-        loaded = resume.load(resume.find_run(given.run), given.step, lambda line: print(line, file=sys.stderr))
-    except train.TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    loaded = resume.load(resume.find_run(given.run), given.step, lambda line: print(line, file=sys.stderr))
     generate.interactive(loaded, given.prompt, given.sampling, MeshConfig.parse(given.mesh))
     return 0
 
@@ -146,24 +143,18 @@ def eval_command(argv: list[str]) -> int:
     class Eval:
         """Perplexity at any length and by position, and RULER; prints a table and writes it into result.json."""
 
-        run: Annotated[
-            tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help="Its folder, or its name below runs/")
-        ]
+        run: RunArgument
         how: Annotated[Evaluation, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Evaluation)
-        step: Annotated[int | None, tyro.conf.arg(help="The checkpoint's step instead of the newest")] = None
+        step: StepArgument = None
 
     given = tyro.cli(Eval, args=argv, prog="python -m gattn eval")
     from rich.console import Console
 
-    from gattn import evaluate, resume, train
+    from gattn import evaluate, resume
 
     run = resume.find_run(given.run)
     evaluate.writable(run)
-    try:
-        loaded = resume.load(run, given.step, lambda line: print(line, file=sys.stderr))
-    except train.TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    loaded = resume.load(run, given.step, lambda line: print(line, file=sys.stderr))
     entries = evaluate.evaluate(loaded, given.how, lambda line: print(line, file=sys.stderr))
     evaluate.show(entries, Console())
     print(f"\n{evaluate.record(run, entries)}")
@@ -355,11 +346,7 @@ def _train(config: Config, directory: Path | None, profile: tuple[int, int] | No
     distributed.initialize(processes)
     if not jax.config.jax_compilation_cache_dir:  # a run that goes on need not compile again
         jax.config.update("jax_compilation_cache_dir", str((cache() / "jax").absolute()))
-    try:
-        result = train.train(config, directory, profile=profile)
-    except train.TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    result = train.train(config, directory, profile=profile)
     if not distributed.is_first():
         return 0
     if "diverged" in result:

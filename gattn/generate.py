@@ -102,15 +102,16 @@ class Generator:
             make = jax.jit(lambda: _laid_out(model.new_memory(config, rows, length)))
             memory, last = self._prefill(self.params, make(), tokens, lengths, options, greedy)
             positions, ended = jnp.asarray(lengths), np.zeros(count, bool)
-            for left in reversed(range(sampling.max_new_tokens)):
-                before = last
-                if left:
+        for left in reversed(range(sampling.max_new_tokens)):
+            before = last
+            if left:
+                with self._context():  # not around the yield, where the mesh would be the caller's too
                     memory, last, positions = self._decode(self.params, memory, last, positions, options, greedy)
-                found = np.where(ended, self.end, np.asarray(before)[:count])
-                yield found
-                ended |= found == self.end
-                if ended.all():
-                    return
+            found = np.where(ended, self.end, np.asarray(before)[:count])
+            yield found
+            ended |= found == self.end
+            if ended.all():
+                return
 
     def _context(self) -> Any:
         return jax.set_mesh(self.mesh if self.mesh is not None else sharding.make_mesh(MeshConfig(), jax.devices()[:1]))

@@ -24,7 +24,7 @@ def rope_table(
 
     `scaling`: linear divides all frequencies by `factor`; yarn is `yarn`, whose attention factor is in both tables.
     """
-    frequencies, attention_factor = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim), 1.0
+    frequencies, attention_factor = _frequencies(head_dim, theta), 1.0
     if scaling == "linear":
         frequencies = frequencies / factor
     elif scaling == "yarn":
@@ -49,9 +49,12 @@ def yarn(head_dim: int, theta: float, factor: float, original_length: int) -> tu
     high: float = min(max(math.ceil(channel(BETA_SLOW)), 0), head_dim - 1)
     if low == high:
         high += 0.001
-    plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     stretched = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
-    return plain * (stretched / factor + 1.0 - stretched), 0.1 * math.log(factor) + 1.0
+    return _frequencies(head_dim, theta) * (stretched / factor + 1.0 - stretched), 0.1 * math.log(factor) + 1.0
+
+
+def _frequencies(head_dim: int, theta: float) -> Float[np.ndarray, "half"]:
+    return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 
 def apply_rope(x: Float[Array, "B T N H"], cos: Float[Array, "*B T half"], sin: Float[Array, "*B T half"]):

@@ -286,3 +286,9 @@ def test_a_mesh_that_cuts_sequences_is_refused():
     mesh = jax.sharding.AbstractMesh((1, 1, 1, 1, 2, 1), sharding.AXES)
     with pytest.raises(ConfigError, match="context"):
         Generator(Config(), None, END, mesh)
+
+
+def test_the_caller_does_not_compute_on_the_generator_s_mesh():
+    steps = generator().tokens(prompts(3), Sampling(max_new_tokens=3))
+    next(steps)
+    assert jax.sharding.get_abstract_mesh().empty

@@ -32,6 +32,14 @@ def test_words_are_the_same_in_all_three_forms():
     assert render.plain(words) == "before word after"
 
 
+def test_a_narrow_terminal_keeps_the_names_of_rows():
+    rows = (("variant", *["0.123 (0.100-0.150)"] * 5),)
+    screen = io.StringIO()
+    grid = Grid(("name", *"abcde"), rows, short=(("name", *"abcde"), *rows))
+    render.terminal([grid], Console(file=screen, width=80))
+    assert "variant" in screen.getvalue()
+
+
 def test_the_terminal_has_no_heading_of_what_it_leaves_out():
     said, unsaid = Text("said", terminal=True), Text("unsaid")
     grid = Grid(("a",), (("1",),), short=(("a",), ("1",)))
