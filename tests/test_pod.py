@@ -311,7 +311,6 @@ def test_float32_has_no_price(file):
     assert not file.exists()
 
 
-@pytest.mark.xfail(strict=True, reason="compiling 36 programs takes an hour of free cores: pod.json is being filled")
 def test_every_row_was_compiled():
     """`python -m experiments.pod` compiles what is missing."""
     found = pod.load()
