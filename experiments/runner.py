@@ -120,10 +120,16 @@ def run_all(
     """
     jobs = jobs_by_folder(runs)
     if any(job.state == "waiting" for job in jobs.values()):
-        accelerator = _has_accelerator()
-        workers = workers or default_workers(accelerator)
-        _Scheduler(list(jobs.values()), workers, _environment(accelerator, workers), command).loop(console or Console())
+        workers, env = surroundings(workers)
+        _Scheduler(list(jobs.values()), workers, env, command).loop(console or Console())
     return [Outcome(run, jobs[run.folder].state, jobs[run.folder].tail) for run in runs]
+
+
+def surroundings(workers: int | None) -> tuple[int, dict[str, str]]:
+    """How many processes at a time (default: sized to the machine), and the environment of each."""
+    accelerator = _has_accelerator()
+    workers = workers or default_workers(accelerator)
+    return workers, _environment(accelerator, workers)
 
 
 def default_workers(accelerator: bool = False) -> int:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -23,6 +23,9 @@ from experiments.launchers import Launcher, SlurmOptions, launch
 from experiments.report import Column, Finding, Row, Section, Table
 from experiments.runner import Outcome, Run, sweep
 from gattn.config import Config, ConfigError, is_import_path, override
+
+if TYPE_CHECKING:
+    from gattn.evaluate import Evaluation
 
 AFRESH = 1000  # added to the seed of a run that starts from another: its batches come in another order
 
@@ -141,6 +144,8 @@ class Study:
     note: str
     command: str
     parts: tuple[Part, ...]
+    questions: Mapping[Run, Sequence[Evaluation]] = field(default_factory=dict)
+    """Of its runs, once they are trained."""
 
     def stages(self) -> list[list[Run]]:
         """All that the command trains, one stage after the other: first what others start from."""
@@ -185,7 +190,7 @@ def given(base: Config, args: ScaledArgs) -> Config:
     """
     if args.source is not None and is_import_path(base.data.source):
         raise ConfigError("--source", args.source, f"the runs of --scale {args.scale} have their data: leave it out")
-    if args.source is None and args.scale in ("chip", "pod") and not args.dry_run:
+    if args.source is None and args.scale in ("chip", "pod") and not args.dry_run and base.data.source == "corpus":
         tokens = base.train.steps * base.data.batch_size * base.data.seq_len
         remedy = f"{tokens:,} tokens are not in the embedded corpus: `python -m gattn prepare` a text"
         raise ConfigError("--source", args.source, remedy)
@@ -225,10 +230,15 @@ def run(study: Study, args: Args, console: Console, write: Writer = as_table) ->
             break
     if args.launcher == "print":
         return 0
+    unanswered: list[str] = []
+    if study.questions and not args.report_only:
+        from experiments.questions import ask  # which takes JAX, too
+
+        unanswered = ask(study.questions, args.workers, console)
     write(study, console)
     for outcome in failed:
         console.print(f"failed: {outcome.run.name}: {outcome.run.folder}", highlight=False, soft_wrap=True)
-    return 1 if failed else 0
+    return 1 if failed or unanswered else 0
 
 
 def main(kind: type[Args], build: Callable[[Any], Study], doc: str | None, write: Writer = as_table) -> None:
