@@ -40,10 +40,11 @@ def is_answered(run: Run, evaluation: Evaluation) -> bool:
 
 
 def ask(questions: Questions, workers: int | None, console: Console) -> list[str]:
-    """Asks finished runs what they were not asked before, and says so; the last words of each that failed."""
+    """Asks finished runs what they were not asked before, each folder once; the last words of those that failed."""
+    folders = {run.folder: (run, evaluations) for run, evaluations in questions.items()}  # several rows may share one
     missing = {
         run: left
-        for run, evaluations in questions.items()
+        for run, evaluations in folders.values()
         if run.result() and (left := [one for one in evaluations if not is_answered(run, one)])
     }
     if not missing:

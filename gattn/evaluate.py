@@ -164,8 +164,8 @@ def evaluate(loaded: Loaded, given: Evaluation, note: Callable[[str], None] = la
 
 
 def perplexity(config: Config, params: Any, length: int, sequences: int, batch_tokens: int) -> dict[str, Any]:
-    """Loss, perplexity, bits per byte on held-out windows of `length` tokens; and the loss by position: `from` (BOS
-    is at 0), `to` (that one not), `loss`."""
+    """Loss, perplexity, bits per byte and, where known, Bayes loss on held-out windows of `length` tokens; and the loss
+    by position: `from` (BOS is at 0), `to` (that one not), `loss`."""
     size = max(1, min(sequences, batch_tokens // length))
     changes = {"data.seq_len": length, "data.batch_size": size, "data.eval_sequences": sequences}
     config = override(config, changes | {"train.accumulation": 1})
@@ -192,6 +192,7 @@ def perplexity(config: Config, params: Any, length: int, sequences: int, batch_t
     nats, tokens = totals.T
     return {
         **describe(float(nats.sum()), int(tokens.sum()), size),
+        **({} if source.bayes_loss is None else {"bayes_loss": source.bayes_loss}),
         "by_position": [
             {"from": start, "to": stop, "loss": float(total / count) if count else None}
             for (start, stop), total, count in zip(itertools.pairwise(edges), nats, tokens, strict=True)
