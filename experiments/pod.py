@@ -1,6 +1,6 @@
 """The rows of the paper's tables at its own scale: what each is, what it would take of a pod, how it is started.
 
-`python -m experiments.table1 --scale pod --dry-run` (table2, table3, table4, table6) prints it, with times and memory
+`python -m experiments.table1 --scale pod --dry-run` (table2 to table6) prints it, with times and memory
 from pod.json beside this file. `python -m experiments.pod` writes that: it compiles every row's train step for its
 machine, one to four minutes of CPU each, and goes on where it was stopped. No chip has confirmed a number.
 """
@@ -41,7 +41,7 @@ from gattn.roofline import GIB
 FILE = Path(__file__).with_name("pod.json")
 PYTHON = ".venv-aot/bin/python"
 VERSIONS = "from importlib.metadata import version; print(*(f'{x} {version(x)}' for x in ('jax', 'libtpu')))"
-TABLES = ("table1", "table2", "table3", "table4", "table6")
+TABLES = ("table1", "table2", "table3", "table4", "table5", "table6")
 FOLDER = "FOLDER"  # the data of a command, where none were named
 
 # Preset -> topology and mesh; the second one is for 132 experts, which are no multiple of 8.
@@ -143,7 +143,7 @@ def rows_of(study: Study, part: Part) -> list[Row]:
 def rows(tables: Sequence[str] = TABLES) -> list[Row]:
     """All rows of tables (modules of `experiments`) at the paper's scale."""
     modules = [importlib.import_module(f"experiments.{table}") for table in tables]
-    studies = [module.build(ScaledArgs(scale="pod", dry_run=True)) for module in modules]
+    studies = [module.build(getattr(module, "Args", ScaledArgs)(scale="pod", dry_run=True)) for module in modules]
     return [row for study in studies for part in study.parts for row in rows_of(study, part)]
 
 

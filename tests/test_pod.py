@@ -31,9 +31,18 @@ def published(table: str) -> list[dict]:
     return [dict(zip(PAPER[table]["columns"], line, strict=True)) for line in PAPER[table]["rows"]]
 
 
+def row_of(table: str, i: int) -> dict:
+    """The published line of a row; Table 5 has rows for both of its stages."""
+    lines = published(table)
+    return lines[i % len(lines)]
+
+
 def architecture(table: str, line: dict) -> dict:
     """That of the table's model, with what the row's name says of it."""
-    name = f"dense_1p7b_{line['setting'][:3].lower()}" if table == "table2" else PAPER[table]["model"].split(",")[0]
+    if table == "table2":
+        name = f"dense_1p7b_{line['setting'][:3].lower()}"
+    else:
+        name = PAPER[table]["model"].split(",")[0].lower().replace("dense 1.7b ", "dense_1p7b_")
     out = dict(PAPER["architectures"][name])
     if found := re.fullmatch(r"(kv_heads|q_heads)=(\d+)", line["method"]):
         out[found[1]] = int(found[2])
@@ -67,7 +76,7 @@ def gates(line: dict) -> tuple[GateSpec, ...]:
 
 @each_row
 def test_architecture_is_the_published_one(table, i):
-    line, config = published(table)[i], ROWS[table][i].config
+    line, config = row_of(table, i), ROWS[table][i].config
     model, expected = config.model, architecture(table, line)
     assert {name: getattr(model, FIELDS[name]) for name in expected if name in FIELDS} == {
         name: value for name, value in expected.items() if name in FIELDS
@@ -83,7 +92,24 @@ def test_architecture_is_the_published_one(table, i):
     assert bool(config.train.router_z_loss) == expected.get("z_loss", False)
 
 
-@each_row
+def test_table_5_has_the_published_stages():
+    """3.5T tokens at 4k, then 80B at 32k with another base of RoPE, by the table's caption; all else stays."""
+    stated = re.search(
+        r"([\d.]+)T tokens; RoPE base (\d+)k -> (\d)M, (\d+)B more tokens at length (\d+)k", PAPER["table5"]["model"]
+    )
+    first, base, later_base, second, length = (float(number) for number in stated.groups())
+    wanted = [(first * 1e12, base * 1e3, 4096)] * 2 + [(second * 1e9, later_base * 1e6, length * 1024)] * 2
+    assert len(ROWS["table5"]) == 4
+    for row, (tokens, theta, seq_len) in zip(ROWS["table5"], wanted, strict=True):
+        data, per_step = row.config.data, row.config.data.batch_size * row.config.data.seq_len
+        assert (row.config.model.rope_theta, data.seq_len, per_step) == (theta, seq_len, 2048 * 4096)
+        assert abs(row.config.train.steps * per_step - tokens) <= per_step
+    for early, late in zip(ROWS["table5"][:2], ROWS["table5"][2:], strict=True):
+        assert early.config.optim.learning_rate == published("table2")[2]["max_lr"]
+        assert late.config.train.start_from == early.runs[0].folder.name
+
+
+@pytest.mark.parametrize(("table", "i"), [one for one in EVERY if one[0] != "table5"])
 def test_training_is_the_published_one(table, i):
     line, config = published(table)[i], ROWS[table][i].config
     stated = PAPER["training"]["moe_15a2b"]
