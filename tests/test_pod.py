@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments import parameters, pod, study, table1, table2
+from experiments import parameters, pod, study, table1, table2, table5
 from gattn import __main__ as command_line
 from gattn import sharding
 from gattn.config import GateSpec, override
@@ -104,9 +104,11 @@ def test_table_5_has_the_published_stages():
         data, per_step = row.config.data, row.config.data.batch_size * row.config.data.seq_len
         assert (row.config.model.rope_theta, data.seq_len, per_step) == (theta, seq_len, 2048 * 4096)
         assert abs(row.config.train.steps * per_step - tokens) <= per_step
-    for early, late in zip(ROWS["table5"][:2], ROWS["table5"][2:], strict=True):
-        assert early.config.optim.learning_rate == published("table2")[2]["max_lr"]
-        assert late.config.train.start_from == early.runs[0].folder.name
+    whole = table5.build(table5.Args(scale="pod", source="data/web"))
+    early, late = (pod.rows_of(whole, part) for part in whole.parts)
+    for before, after in zip(early, late, strict=True):
+        assert before.config.optim.learning_rate == published("table2")[2]["max_lr"]
+        assert after.config.train.start_from == before.runs[0].folder.name
 
 
 @pytest.mark.parametrize(("table", "i"), [one for one in EVERY if one[0] != "table5"])
