@@ -165,7 +165,7 @@ def build(args: Args) -> Study:
             for label in scale.rows
         ),
         seeds=1,
-        columns=(*native, report.LOSS, *report.ATTENTION_COLUMNS),
+        columns=(*(dataclasses.replace(one, paper=None) for one in native), report.LOSS, *report.ATTENTION_COLUMNS),
     )
     tasks = scale.asked(long, args.samples)[0].each_task()
     chance = sum(CHANCE.get(task, 0.0) for task in tasks) / len(tasks)
