@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     commands = {
         **{"train": train_command, "probe": probe_command, "generate": generate_command, "eval": eval_command},
-        **{"prepare": prepare_command, "compile": compile_command},
+        **{"prepare": prepare_command, "compile": compile_command, "convert": convert_command},
     }
     if not argv or argv[0] not in commands:
         print(
@@ -205,6 +205,44 @@ def prepare_command(argv: list[str]) -> int:
     if index["empty_documents"]:
         print(f"  {index['empty_documents']:,} empty documents were left out")
     print(f"python -m gattn train --data.source {shlex.quote(os.fspath(out))}{_fitting(index)}")
+    return 0
+
+
+def convert_command(argv: list[str]) -> int:
+    """Writes a model as a checkpoint in a layout of Hugging Face."""
+
+    @dataclass(frozen=True)
+    class Convert:
+        """Writes a run, or a checkpoint of Hugging Face, as a checkpoint of Hugging Face: safetensors and config.json.
+
+        Such a folder, or hf://owner/name, can also be given as it is where a run is expected: probe, generate, eval.
+        """
+
+        src: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SRC", help="A run, a folder, hf://owner/name")]
+        dst: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DST", help="A folder that is not there yet")]
+        layout: Annotated[
+            Literal["auto", "plain", "official", "qwen3_5"],
+            tyro.conf.arg(
+                help="plain: Qwen3, Llama or Mistral, without a gate; official: the paper's, gate inside q_proj; "
+                "qwen3_5: Qwen3_5ForCausalLM of transformers, with a gate; auto: plain or official"
+            ),
+        ] = "auto"
+        step: StepArgument = None
+
+    given = tyro.cli(Convert, args=argv, prog="python -m gattn convert")
+    from gattn import resume
+    from gattn.interop import hf
+
+    out, run = Path(given.dst).expanduser(), resume.find_run(given.src)
+    if hf.is_checkpoint(run):
+        (model, params), beside = hf.load(run), hf.companions(run)
+    else:
+        loaded = resume.load(run, given.step)
+        model, params, words = loaded.config.model, loaded.params, loaded.source.tokenizer_json
+        beside = {"tokenizer.json": words.encode()} if words else {}
+    layout = hf.layout_of(model) if given.layout == "auto" else given.layout
+    hf.save(out, model, params, layout, beside)
+    print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
     return 0
 
 

@@ -34,9 +34,9 @@ class DataConfig:
     source: str = "corpus"
     """`corpus` (Python's standard library, embedded), folders made by `python -m gattn prepare`, with weights where
     there are several (`data/web=0.7,data/code=0.3`), or `package.module:function`, which takes the Config."""
-    tokenizer: Literal["bpe", "bytes"] = "bpe"
-    """Of the embedded corpus: bpe is trained once on it to model.vocab_size entries, bytes uses 257 of them. Prepared
-    folders bring their own."""
+    tokenizer: str = "bpe"
+    """Of the embedded corpus: bpe is trained once on it to model.vocab_size entries, bytes uses 257 of them; or a path,
+    of a tokenizer.json or its folder. Prepared folders bring their own."""
     seq_len: int = 256
     """T: input positions per sequence, BOS included."""
     batch_size: int = 16
@@ -249,7 +249,8 @@ class Config:
             raise ConfigError(
                 "model.max_seq_len", self.model.max_seq_len, f"learned positions must cover seq_len {self.data.seq_len}"
             )
-        if self.data.source == "corpus" and self.model.vocab_size < 257:
+        own = self.data.tokenizer in ("bpe", "bytes")
+        if self.data.source == "corpus" and own and self.model.vocab_size < 257:
             raise ConfigError("model.vocab_size", self.model.vocab_size, "256 bytes and BOS need at least 257")
 
     def fingerprint(self) -> str:

@@ -28,7 +28,7 @@ from gattn.files import write_atomically
 from gattn.generate import Generator, Sampling, texts
 from gattn.loss import cross_entropy, describe
 from gattn.metrics import finite
-from gattn.resume import Loaded
+from gattn.resume import Loaded, notes
 from gattn.schema import at_least, check_types
 from gattn.step import precise
 
@@ -267,19 +267,19 @@ def _material(given: Evaluation, task: str) -> ruler.Material:
 
 def writable(run: Path) -> None:
     """Refuses a run without a result, before anything is measured."""
-    if not (run / "result.json").exists():
+    if notes(run) == run and not (run / "result.json").exists():
         raise ConfigError("run", str(run), "has no result.json: train it to its end")
 
 
 def record(run: Path, entries: dict[str, Any]) -> Path:
-    """Puts entries into the run's result.json, in place of those of the same name; all else stays.
+    """Puts entries into the result.json of the run's `notes`, in place of those of the same name; all else stays.
 
     Raises:
       ConfigError: its folder cannot be written.
     """
-    path = run / "result.json"
+    path = notes(run) / "result.json"
     try:
-        result = json.loads(path.read_text())
+        result = json.loads(path.read_text()) if path.exists() else {}
         result["evaluations"] = {**result.get("evaluations", {}), **finite(entries)}
         write_atomically(path, json.dumps(result, indent=1, allow_nan=False))
     except (OSError, ValueError) as error:

@@ -33,7 +33,7 @@ def inspect(
     step: int | None = None,
     console: Console | None = None,
 ) -> Path:
-    """Measures a run, prints tables, and writes `probe.html` and `probe.json` into its folder; the path of the page.
+    """Measures a run, prints tables, and writes `probe.html` and `probe.json` to its `notes`; the path of the page.
 
     Args:
       run: a run's folder.
@@ -59,7 +59,7 @@ def inspect(
         batches = windows(targets, source.bos_id, config.data.seq_len, config.data.batch_size)
     measured = {
         "schema": 1,
-        "run": config.run_name,
+        "run": run.name,
         "label": config.model.label,
         "step": loaded.step,
         **measure(loaded, batches, name, layers),
@@ -68,12 +68,13 @@ def inspect(
     measured = finite(measured)
     stem = "probe" if text is None else f"probe-{text.name}"
     show(measured, console)
+    folder = resume.notes(run)
     try:
-        write_atomically(run / f"{stem}.json", json.dumps(measured, allow_nan=False))
-        write_atomically(run / f"{stem}.html", page.render(measured))
+        write_atomically(folder / f"{stem}.json", json.dumps(measured, allow_nan=False))
+        write_atomically(folder / f"{stem}.html", page.render(measured))
     except OSError as error:
-        raise ConfigError("run", str(run), f"the page cannot be written there: {error}") from error
-    return run / f"{stem}.html"
+        raise ConfigError("run", str(folder), f"the page cannot be written there: {error}") from error
+    return folder / f"{stem}.html"
 
 
 def read_text(path: Path, source: Source) -> Int[np.ndarray, " _"]:

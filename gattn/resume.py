@@ -16,6 +16,7 @@ from gattn.data.loader import Source, open_source
 from gattn.distributed import decided
 from gattn.files import as_path, home, is_local
 from gattn.guard import TrainingError, read_json
+from gattn.interop import hf
 from gattn.step import State, abstract_state
 
 NONE_LEFT = "None is left to go on from: if the run is not being trained now, move its folder away to start again"
@@ -32,8 +33,8 @@ class Loaded(NamedTuple):
 
 
 def load(directory: Path, step: int | None = None, note: Callable[[str], None] = print) -> Loaded:
-    """A run's weights (their average where one is kept) from its newest readable checkpoint, or the one of `step`;
-    tells `note` of checkpoints that cannot be read.
+    """A run's weights (their average where one is kept) from its newest readable checkpoint, or the one of `step`; or
+    those of a checkpoint in the layout of Hugging Face. Tells `note` of checkpoints that cannot be read.
 
     Raises:
       ConfigError: no run there, or no such checkpoint.
@@ -42,6 +43,11 @@ def load(directory: Path, step: int | None = None, note: Callable[[str], None] =
     path = directory / "config.json"
     if not path.exists():
         raise ConfigError("run", str(directory), "no run there: it has no config.json")
+    if hf.is_checkpoint(directory):
+        if step is not None:
+            raise ConfigError("step", step, "a checkpoint of Hugging Face has but one: leave it out")
+        config, params = hf.as_run(directory)
+        return Loaded(config, model.abstract(config.model)[0], params, open_source(config), 0)
     config = from_dict(Config, read_json(path))
     source, like = open_source(config), abstract_state(config)
     checkpoints = Checkpoints(directory / "checkpoints")
@@ -66,12 +72,20 @@ def load(directory: Path, step: int | None = None, note: Callable[[str], None] =
     return Loaded(config, model.abstract(config.model)[0], found.state.weights, source, found.step)
 
 
+def notes(directory: Path) -> Path:
+    """Where what is measured of a run goes: its folder; of others' checkpoints, which stay as they are, one at home."""
+    return home() / "runs" / directory.absolute().name if hf.is_checkpoint(directory) else directory
+
+
 def find_run(name: str) -> Path:
-    """The run's folder: the path itself, the run at home of that name, or the only one whose name begins with it.
+    """The run's folder: the path itself, the run at home of that name, or the only one whose name begins with it; or
+    `hf://owner/name`, which is fetched from the hub once.
 
     Raises:
       ConfigError: if neither is a run; it names runs that are called similarly.
     """
+    if name.startswith("hf://"):
+        return hf.fetch(name)
     runs = home() / "runs"
     for path in (as_path(name), *([] if "/" in name else [runs / name])):
         if (path / "config.json").exists():

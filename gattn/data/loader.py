@@ -68,6 +68,8 @@ class Source:
     """The text of ids, BOS skipped; None where tokens are no text."""
     bos_id: int = 0
     """The token that begins every window and every document."""
+    tokenizer_json: str | None = None
+    """The file of Hugging Face's `tokenizers` that gives the same ids; None where there is none."""
 
 
 def open_source(config: Config) -> Source:
@@ -180,6 +182,7 @@ def _text_source(texts: Sequence[_Text], config: Config) -> Source:
         encode=tokenizer.encode,
         decode=tokenizer.decode,
         bos_id=tokenizer.bos_id,
+        tokenizer_json=tokenizer.spelling,
     )
 
 

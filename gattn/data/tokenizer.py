@@ -51,6 +51,8 @@ class Tokenizer:
     """What computes the ids."""
     definition: str | None = None
     """The `tokenizer.json` it was read from."""
+    spelling: str | None = None
+    """A `tokenizer.json` that gives the same ids, where there is one; says nothing new."""
     folds_text: bool = False
     """Letters lose case or accents before they are encoded: the pieces are not the bytes of the text."""
 
@@ -89,10 +91,13 @@ class Tokenizer:
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def open_tokenizer(kind: Literal["bpe", "bytes"], vocab_size: int, corpus: Corpus) -> Tokenizer:
-    """`bytes`: 256 bytes and BOS = 256. `bpe`: at most `vocab_size` ids (>= 257), trained on the train split once."""
+def open_tokenizer(kind: str, vocab_size: int, corpus: Corpus) -> Tokenizer:
+    """`bytes`: 256 bytes and BOS = 256. `bpe`: at most `vocab_size` ids (>= 257), trained on the train split once. Any
+    other is a path, as `read_tokenizer` takes it."""
     if kind == "bytes":
         return byte_tokenizer()
+    if kind != "bpe":
+        return read_tokenizer(kind)
     path = _cache_folder(corpus) / f"bpe-{vocab_size}.json"
     if path.exists():
         try:
@@ -166,7 +171,12 @@ def parse_tokenizer(definition: str, bos: str | None = None, name: str = "tokeni
         raise ConfigError("bos", bos, one_of if special else none)
     folds = {"Lowercase", "StripAccents"} & {part["type"] for part in _parts(settings.get("normalizer"))}
     return Tokenizer(
-        tuple(pieces), special[token], _plain_encoder(model, special), definition=definition, folds_text=bool(folds)
+        tuple(pieces),
+        special[token],
+        _plain_encoder(model, special),
+        definition=definition,
+        spelling=definition,
+        folds_text=bool(folds),
     )
 
 
@@ -332,7 +342,7 @@ def _bpe(model: tokenizers.Tokenizer, vocab_size: int) -> Tokenizer:
     def encode_batch(texts):
         return [np.array(e.ids, np.int32) for e in model.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    return Tokenizer(tuple(pieces), bos_id, encode_batch)
+    return Tokenizer(tuple(pieces), bos_id, encode_batch, spelling=model.to_str())
 
 
 def _byte_of_letter() -> dict[str, int]:
