@@ -81,11 +81,12 @@ def longcontext(config: Config) -> Source:
     """The language as a data source (`data.source = "experiments.longcontext:longcontext"`).
 
     Raises:
-      ConfigError: below T = 32, where no row has a needle in noise and its question.
+      ConfigError: below T = 16, a quarter of which is the shortest string that is copied.
     """
     data, length = config.data, config.data.seq_len
-    if length < 32:
-        raise ConfigError("data.seq_len", length, "a needle, noise and a question need room: set it to at least 32")
+    if length < 4 * SHORTEST:
+        remedy = f"a quarter of it is copied, {SHORTEST} characters or more: set it to at least {4 * SHORTEST}"
+        raise ConfigError("data.seq_len", length, remedy)
 
     def held_out(kind: str) -> Iterator[Batch]:
         for start in range(0, data.eval_sequences, data.batch_size):

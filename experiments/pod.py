@@ -183,14 +183,17 @@ def remarks(every: Sequence[Row], compiled: Mapping[str, Compiled], named: bool)
     total = sum(row.chip_hours(compiled[row.key]) * len(row.runs) for row in known)
     steps, data = every[0].config.train.steps, every[0].config.data
     per_step = data.batch_size * data.seq_len
+    stated = (
+        f"{steps:,} steps of {per_step:,} tokens are {steps * per_step / 1e9:.1f}B; 400B would be "
+        f"{400e9 / per_step:,.0f} steps. The paper states both, 100,000 steps and 400B tokens."
+    )
     out = [
         f"{total:,.0f} chip-hours are the steps of all seeds (above, of one) of {len(known)} of {len(every)} rows; "
         "evaluation, checkpoints and restarts are not in it.",
         "Step, MFU and chip-hours are a roofline of the compiled program, not a measurement. A step is the longer of "
         "computing (at the bfloat16 peak) and memory traffic, and then all communication; in brackets, MFU where "
         "nothing overlaps and where everything does.",
-        f"{steps:,} steps of {per_step:,} tokens are {steps * per_step / 1e9:.1f}B; 400B would be "
-        f"{400e9 / per_step:,.0f} steps. The paper states both, 100,000 steps and 400B tokens.",
+        *([stated] if steps == 100_000 else []),
         f"Not stated in the paper: {'; '.join(report.paper()['training']['not_stated'])}. The docstrings in "
         "configs/models.py say what stands there; the dense runs have warm-up and final LR of those with experts.",
         "A command trains seed 0, --train.seed another. On a Cloud TPU slice `scripts/tpu_pod.sh train` takes what "

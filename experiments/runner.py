@@ -250,7 +250,7 @@ class _Scheduler:
 
     def loop(self, console: Console) -> None:
         """Until every job is finished or failed, or a signal stops it."""
-        with _signals() as received, View(console, self.jobs, f"{self.workers} at a time") as view:
+        with signals() as received, View(console, self.jobs, f"{self.workers} at a time") as view:
             try:
                 while any(job.state in ("waiting", "running", "elsewhere") for job in self.jobs):
                     if received:
@@ -295,7 +295,7 @@ class _Scheduler:
 
 
 @contextmanager
-def _signals():
+def signals():
     """Collects stop signals in a list: raised anywhere, one could hit between a start and its record."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -165,17 +165,18 @@ class Study:
 Writer = Callable[[Study, Console], Path]
 
 
-def study(module: str, args: ScaledArgs, title: str, note: str, parts: Sequence[Part], *, family: str = "") -> Study:
+def study(module: str, args: Args, title: str, note: str, parts: Sequence[Part], *, family: str = "") -> Study:
     """A study whose runs are cut to `args.steps`, and which says so and what its command is.
 
     `family` names the report's folder in place of the scale, where scales share one.
     """
-    words = ["python -m experiments." + module]
-    words += [f"--source {shlex.quote(args.source)}"] if args.source else []
-    words += [f"--scale {args.scale}"]
+    words, name = ["python -m experiments." + module], module
+    if isinstance(args, ScaledArgs):
+        words += [f"--source {shlex.quote(args.source)}"] if args.source else []
+        words += [f"--scale {args.scale}"]
+        name += f"-{family or args.scale}"
     words += [f"--seeds {args.seeds}"] if args.seeds != Args.seeds else []
     words += [f"--steps {args.steps}"] if args.steps else []
-    name = f"{module}-{family or args.scale}"
     if args.steps:
         note += f" Every run was cut to {args.steps} steps: this tries the machinery, the numbers mean nothing."
         name += f"-{args.steps}-steps"
@@ -228,13 +229,16 @@ def run(study: Study, args: Args, console: Console, write: Writer = as_table) ->
             return 0  # a later stage needs what this one makes: the same command goes on when it is there
         if failed := [outcome for outcome in outcomes if outcome.state == "failed"]:
             break
-    if args.launcher == "print":
-        return 0
     unanswered: list[str] = []
     if study.questions and not args.report_only:
-        from experiments.questions import ask  # which takes JAX, too
+        from experiments.questions import ask, tell  # which takes JAX, too
 
-        unanswered = ask(study.questions, args.workers, console)
+        if args.launcher == "local":
+            unanswered = ask(study.questions, args.workers, console)
+        else:  # this is where jobs are started, not where a model of their size is read
+            tell(study.questions, console)
+    if args.launcher == "print":
+        return 0
     write(study, console)
     for outcome in failed:
         console.print(f"failed: {outcome.run.name}: {outcome.run.folder}", highlight=False, soft_wrap=True)

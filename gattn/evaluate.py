@@ -192,6 +192,7 @@ def perplexity(config: Config, params: Any, length: int, sequences: int, batch_t
     nats, tokens = totals.T
     return {
         **describe(float(nats.sum()), int(tokens.sum()), size),
+        "sequences": sequences,
         **({} if source.bayes_loss is None else {"bayes_loss": source.bayes_loss}),
         "by_position": [
             {"from": start, "to": stop, "loss": float(total / count) if count else None}

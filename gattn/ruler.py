@@ -278,7 +278,7 @@ def _vt(rng: random.Random, length: int, material: Material) -> Made:
 
 
 def _cwe(rng: random.Random, length: int, material: Material) -> Made:
-    often, seldom = (30, 3) if length >= 4096 else (6, 1)
+    often, seldom = (30, 3) if length + 1 >= 4096 else (6, 1)  # BOS is counted
     common = _distinct(lambda: _pair(rng), 10)
     shown = _distinct(lambda: _pair(rng), 10)
     seed, draw = rng.random(), random.Random(rng.random())

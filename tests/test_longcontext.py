@@ -102,8 +102,8 @@ def test_ruler_mini_can_be_asked_and_has_the_form_that_is_trained_on():
 
 
 def test_what_it_has_no_room_or_characters_for_is_refused():
-    with pytest.raises(ConfigError, match="at least 32") as error:
-        opened(data__seq_len=16)
+    with pytest.raises(ConfigError, match="at least 16") as error:
+        opened(data__seq_len=15)
     assert error.value.field == "data.seq_len"
     with pytest.raises(ConfigError, match="'AÉ'"):
         opened().encode("A noÉ")

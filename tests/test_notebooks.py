@@ -27,6 +27,8 @@ def test_all_of_them_run(tmp_path, monkeypatch):
     """In one home, as one reads them: the later ones find what the first has trained."""
     monkeypatch.setenv("GATTN_HOME", str(tmp_path))
     monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setenv("NPROC", "1")
+    monkeypatch.delenv("XLA_FLAGS")  # they train for a while: what compiles quickly would compute slowly
     assert len(NAMES) == 4
     for name in NAMES:
         notebook = jupytext.read(FOLDER / f"{name}.ipynb")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 
 import pytest
 from rich.console import Console
@@ -13,7 +12,6 @@ from experiments.runner import Run
 from gattn import train
 from gattn.config import override
 from gattn.evaluate import Evaluation, reading
-from gattn.files import home
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +26,8 @@ def answered(run, evaluations, value):
         read = reading(run.config, evaluation)[1]
         for task in evaluation.each_task():
             for length in evaluation.each_length():
-                fields = {"task": task, "length": length, "read": read, **value(task, length, read)}
+                made = {"sequences": evaluation.sequences, "samples": evaluation.samples}
+                fields = {"task": task, "length": length, "read": read, **made, **value(task, length, read)}
                 out[f"{task} {length} {read}"] = fields
     return {"config": {}, "evaluations": out}
 
@@ -50,6 +49,7 @@ def test_a_run_is_asked_once_and_its_answers_are_found():
         questions.answer(result, "mini_single", 96)
     assert questions.is_answered(run, asked)
     assert not questions.is_answered(run, dataclasses.replace(asked, samples=3))
+    assert not questions.is_answered(run, dataclasses.replace(asked, sequences=3))
     assert not questions.is_answered(run, dataclasses.replace(asked, lengths="64,96,128"))
     before = (run.folder / "result.json").read_bytes()
     assert questions.ask({run: [asked], dataclasses.replace(run, label="too"): [asked]}, 1, Console(file=said)) == []
@@ -57,6 +57,13 @@ def test_a_run_is_asked_once_and_its_answers_are_found():
     [failure] = questions.ask({run: [Evaluation("mini_multikey", "32", samples=2)]}, 1, Console(file=said))
     assert failure.startswith("row, seed 0: ")
     assert "too short" in failure
+    both = questions.left({run: [Evaluation("ppl")], dataclasses.replace(run, label="too"): [Evaluation("mini_vt")]})
+    assert [one.tasks for one in both[run]] == ["ppl", "mini_vt"]
+    questions.tell({never: [asked]}, Console(file=said, width=40))
+    assert said.getvalue().splitlines()[-1] == (
+        f"python -m gattn eval {never.folder} --tasks ppl,mini_single --lengths 64,96 --sequences 2 --samples 2 "
+        "--rope yarn --factor 2.0"
+    )
     assert (run.folder / "result.json").read_bytes() == before
 
 
@@ -122,8 +129,40 @@ def test_streaming_reads_what_it_asked():
         assert bench.missed().value(result) == pytest.approx(0.2)
 
 
-def test_what_was_not_asked_is_missing_in_the_report():
-    made = table5.build(table5.Args(seeds=1))
-    assert study.run(made, table5.Args(seeds=1, report_only=True), Console(file=io.StringIO())) == 0
-    assert report.MISSING in (home() / "runs" / "table5-cpu" / "report.md").read_text()
-    assert json.dumps(made.command) == '"python -m experiments.table5 --scale cpu --seeds 1"'
+@pytest.mark.parametrize("loss", [1.0, None])
+def test_what_was_not_asked_so_or_is_not_finite_is_missing(loss):
+    """And the rest of the row is there; a number of other prompts is another question."""
+    made = streaming.build(streaming.Args(seeds=1))
+    bench, part = streaming.BENCHES[0], made.parts[0]
+    (run, *_) = part.runs(part.needed)
+    result = answered(run, made.questions[run][:1], lambda *_: {"loss": loss, "bayes_loss": 0.5})
+    found = [report.stat([result], column) for column in bench.columns()]
+    assert [one.values for one in found] == ([(0.5,), (), ()] * 3 if loss else [()] * 9)
+    assert [one.text(".1f") for one in found][1] == report.MISSING
+    scale = table5.scales()["cpu"]
+    (native, *_) = scale.asked(longcontext_config(), 7)
+    scores = answered(Run("", 0, longcontext_config()), [native], lambda *_: {"score": 50.0})
+    assert table5.score(scale, 7, 256, "")(scores) == 50
+    with pytest.raises(KeyError):
+        table5.score(scale, 8, 256, "")(scores)
+
+
+def test_a_study_says_how_it_was_made():
+    for module, words in (
+        (table5, "table5 --scale cpu --seeds 1 --steps 9"),
+        (streaming, "streaming --seeds 1 --steps 9"),
+    ):
+        made = module.build(module.Args(seeds=1, steps=9))
+        assert made.command == f"python -m experiments.{words}"
+        assert "the numbers mean nothing" in made.note
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "print"])
+def test_where_jobs_are_started_nothing_is_evaluated(launcher, monkeypatch):
+    """The commands are printed instead."""
+    args = streaming.Args(seeds=1, launcher=launcher)
+    monkeypatch.setattr(study, "launch", lambda *_, **__: [])
+    monkeypatch.setattr(questions.subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
+    said = io.StringIO()
+    assert study.run(streaming.build(args), args, Console(file=said)) == 0
+    assert said.getvalue().count("python -m gattn eval ") == 2 * 3 * 3

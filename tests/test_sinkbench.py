@@ -173,6 +173,22 @@ def test_another_length_or_too_few_tokens_are_refused(bench, changes, field):
     assert error.value.field == field
 
 
+def test_a_longer_text_goes_on_where_the_bench_ends(bench):
+    """Evaluation's sequences, of another language's fingerprint; its Bayes loss read literally."""
+    config = override(bench[0](), {"data.eval_sequences": 8})
+    short = open_source(config)
+    length = 3 * config.data.seq_len
+    long = open_source(override(config, {"data.seq_len": length, "model.max_seq_len": length}))
+    for one, other in zip(short.held_out["held-out"](), long.held_out["held-out"](), strict=True):
+        assert other["inputs"].shape[1] == length
+        for name in ("inputs", "targets"):
+            np.testing.assert_array_equal(other[name][:, : config.data.seq_len], one[name])
+    assert short.fingerprint != long.fingerprint
+    deep = bench is BENCHES["deep"]
+    literal = Literally(bench[1], bench[2], length=length, share=0.5 if deep else 0.4, permuted=deep)
+    assert long.bayes_loss == pytest.approx(literal.sequences(np.random.default_rng(10**6), 8)[1], abs=1e-9)
+
+
 def test_unseen_leaves_out_the_first_target_and_nothing_else():
     """The same sequences, no loss at BOS, and the Bayes loss of what is left."""
     config = sinkbench.sinkbench_deep_config()

@@ -29,11 +29,19 @@ from pathlib import Path
 # On Colab: put the address of your copy of gattn here, and this cell brings and installs it. In a checkout leave it.
 REPOSITORY = ""
 
-if REPOSITORY:
-    subprocess.run(["git", "clone", "-q", "--depth", "1", REPOSITORY, "gattn"], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", "gattn", "matplotlib"], check=True)
-    os.chdir("gattn")
-os.chdir(next(folder for folder in (Path.cwd(), *Path.cwd().parents) if (folder / "configs").is_dir()))
+
+def checkout():
+    here = Path.cwd()
+    return next((folder for folder in (here, *here.parents) if (folder / "configs" / "variants.py").exists()), None)
+
+
+if checkout() is None:
+    if not REPOSITORY:
+        raise SystemExit("no checkout of gattn here: set REPOSITORY to the address of one")
+    subprocess.run(["git", "clone", "-q", "--depth", "1", REPOSITORY, "gattn-checkout"], check=True)
+    os.chdir("gattn-checkout")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", ".", "matplotlib"], check=True)
+os.chdir(checkout())
 sys.path.insert(0, os.getcwd())
 
 # %% [markdown]
@@ -68,7 +76,8 @@ from experiments.sinkbench import sinkbench_config
 from gattn.config import override
 from gattn.train import train
 
-SHORT = {"train.steps": 800, "data.batch_size": 16}  # a third of the bench's tokens: the sink is there, if smaller
+# A fifth of the bench's tokens, faster: the sink is there, if smaller.
+SHORT = {"train.steps": 500, "data.batch_size": 16, "optim.learning_rate": 4e-3}
 bench = override(sinkbench_config(), SHORT)
 print(VARIANTS["g1_headwise"])
 results = {name: train(apply(bench, name)) for name in ("baseline", "g1_headwise")}

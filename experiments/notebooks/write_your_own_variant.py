@@ -16,7 +16,7 @@
 # %% [markdown]
 # # Write your own variant
 #
-# First one that the grammar has and the paper has not; then one that nobody has.
+# First one that the grammar has and the paper has not; then one that the grammar has not.
 
 # %%
 import os
@@ -27,11 +27,19 @@ from pathlib import Path
 # On Colab: put the address of your copy of gattn here, and this cell brings and installs it. In a checkout leave it.
 REPOSITORY = ""
 
-if REPOSITORY:
-    subprocess.run(["git", "clone", "-q", "--depth", "1", REPOSITORY, "gattn"], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", "gattn", "matplotlib"], check=True)
-    os.chdir("gattn")
-os.chdir(next(folder for folder in (Path.cwd(), *Path.cwd().parents) if (folder / "configs").is_dir()))
+
+def checkout():
+    here = Path.cwd()
+    return next((folder for folder in (here, *here.parents) if (folder / "configs" / "variants.py").exists()), None)
+
+
+if checkout() is None:
+    if not REPOSITORY:
+        raise SystemExit("no checkout of gattn here: set REPOSITORY to the address of one")
+    subprocess.run(["git", "clone", "-q", "--depth", "1", REPOSITORY, "gattn-checkout"], check=True)
+    os.chdir("gattn-checkout")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", ".", "matplotlib"], check=True)
+os.chdir(checkout())
 sys.path.insert(0, os.getcwd())
 
 # %% [markdown]
@@ -69,7 +77,7 @@ for label, result in results.items():
 # ## Outside of it
 #
 # A new idea is tried in a layer of its own first: a gate whose score is *hard*, exactly 0 or 1 far from the middle, so
-# that a closed head is not computed approximately but not at all.
+# that a closed head adds exactly nothing.
 
 # %%
 import jax
@@ -114,7 +122,7 @@ layer.gate.bias[...] = jnp.full(4, -10.0)
 assert float(abs(layer(x)).max()) == 0.0
 gradient = nnx.grad(lambda one: (one(x) ** 2).sum())(layer)
 assert float(abs(gradient["qkv"]["kernel"][...]).max()) == 0.0
-print("causal, query-dependent, and it closes; and once closed it cannot learn to open: why the paper's is soft")
+print("causal, query-dependent, and it closes; but once closed it has no gradient by which to open again")
 
 # %% [markdown]
 # If it earns its keep: an entry in `ACTIVATIONS` of `gattn/gates.py` and in `Activation` of `gattn/architecture.py`
