@@ -37,9 +37,9 @@ PAPER_LENGTHS = ("4k", "8k", "16k", "32k", "64k", "128k")
 
 NOTE = (
     "The paper trains a dense 1.7B model at 4k, goes on at 32k with RoPE's base raised from 10,000 to 1,000,000, and "
-    "stretches it to 128k by YaRN without training. Its rows are the baseline and one with an SDPA gate, it does not say "
-    "which; here they stand beside the baseline and the elementwise gate. {scale}A score is the mean of "
-    "{tasks} in percent, over {samples} prompts each; chance: {chance:.1f}. "
+    "stretches it to 128k by YaRN without training. Its rows are the baseline and one with an SDPA gate, it does not "
+    "say which; here they stand beside the baseline and the elementwise gate. {scale}A score is the mean of {tasks} "
+    "in percent, over {samples} prompts each; chance: {chance:.1f}. "
 )
 NOTE_SYNTHETIC = (
     "What is trained on is made of these tasks (`experiments.longcontext`), so that a small model can do them at the "
