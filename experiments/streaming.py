@@ -2,7 +2,7 @@
 
 `python -m experiments.streaming` trains bench A and the deep bench where `table4` has not, and reads them with a window
 far smaller than the text. Who rests on the first token misses it once it has left the window, though nothing in these
-languages reaches back more than four tokens; who has a gate should not. About half an hour on 2 cores, five minutes of
+languages reaches back more than four tokens; who has a gate should not. About half an hour on 2 cores, two minutes of
 it without training. Of a run of one's own: `python -m gattn eval RUN --lengths 4k --window 256 --kept-first 4`.
 """
 
