@@ -20,6 +20,13 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"ga
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ["GATTN_HOME"] = tempfile.mkdtemp(prefix="gattn-tests-")
 
+LONGEST = ("test_step", "test_train", "test_notebooks", "test_distributed")
+
+
+def pytest_collection_modifyitems(items):
+    """Files whose single tests or fixtures take minutes go first: at the end one process would wait for the other."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
 
 @pytest.fixture(scope="module")
 def small_blocks():
