@@ -43,7 +43,7 @@ ROWS = [
     ["gattn.checkpoint"],
     ["gattn.metrics"],
     ["gattn.page"],
-    ["gattn.interop", "gattn.interop.tensors"],
+    ["gattn.interop", "gattn.interop.tensors", "gattn.interop.hf_config"],
     ["gattn.interop.hf"],
     ["gattn.resume"],
     ["gattn.train"],
